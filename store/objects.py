@@ -1,0 +1,50 @@
+"""What a stored object is called: its namespace, its kind and the hash of the prefix it belongs to."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+PAGE_TOKENS = 64
+"""Tokens in a page: the unit of checksums, of the hash chain and of partial reads."""
+
+KV_BLOCK_TOKENS = 256
+"""Tokens in a full `kv` block."""
+
+HIDDEN_BLOCK_TOKENS = PAGE_TOKENS
+"""Tokens in a full `hidden` block."""
+
+
+class Kind(enum.IntEnum):
+    """What a stored object holds. The numbers are part of the stored format and of the proto."""
+
+    KV = 1
+    """Keys and values of every full-attention layer for the tokens of one block."""
+    HIDDEN = 2
+    """Full-attention output hiddens of every replay source for the tokens of one block."""
+    CHECKPOINT = 3
+    """Conv and recurrent state of every linear layer after one token."""
+
+
+class Provenance(enum.IntEnum):
+    """How the numbers in an object came about. An exact request is served from EXACT alone."""
+
+    EXACT = 1
+    """Equal to a full prefill within the noise of the dtype."""
+    APPROXIMATE = 2
+    """Computed after an approximate state; `depth` and `eps` in the header say how far."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectName:
+    """The key of an object in every tier.
+
+    Attributes:
+        namespace: 32 bytes, digest of the model's semantics and the tenant's salt.
+        kind: what it holds.
+        prefix_hash: 32 bytes, chain hash of the whole prefix up to the object's last token.
+    """
+
+    namespace: bytes
+    kind: Kind
+    prefix_hash: bytes
