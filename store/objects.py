@@ -1,4 +1,4 @@
-"""What a stored object is called: its namespace, its kind and the hash of the prefix it belongs to."""
+"""Names of stored objects: a namespace, a kind and the hash of the prefix it belongs to."""
 
 from __future__ import annotations
 

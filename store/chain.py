@@ -1,0 +1,95 @@
+"""The hash chain that names prefixes, and the running digests that compare them token by token.
+
+Chain: one 256-bit hash per page of 64 tokens, each over the hash before it. It names objects. It
+depends on the namespace, the extended tokens and nothing else: no process seed, no Python hash.
+
+Running digests: one 64-bit value per token that depends on the whole prefix up to it. Two prefixes
+agree in the first L digests exactly when they agree in the first L tokens, so the index can work
+on digests alone and a tier that holds them holds no token ids. They are the first half of each
+block of an AES-128-CBC pass over the tokens, which makes them a keyed pseudorandom function at the
+speed of the hardware's AES.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from blake3 import blake3
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import AES
+from cryptography.hazmat.primitives.ciphers.modes import CBC
+
+from tailreplay.store.objects import PAGE_TOKENS
+
+if TYPE_CHECKING:
+    from tailreplay.store.tokens import ExtendedTokens
+
+DIGEST_BYTES = 8
+"""Bytes of one running digest."""
+
+_CHAIN_KEY = blake3(b"tailreplay prefix chain v1").digest()
+_DIGEST_CONTEXT = "tailreplay running digest key v1"
+
+
+class PrefixChain:
+    """Hashes of every prefix of one token sequence.
+
+    Attributes:
+        pages: hash after each whole page, 32 bytes each; pages[i] covers 64 * (i + 1) tokens.
+    """
+
+    def __init__(self, namespace: bytes, tokens: ExtendedTokens) -> None:
+        self._data = tokens.astype("<u8").tobytes()
+        self._root = blake3(namespace, key=_CHAIN_KEY).digest()
+        self.pages: list[bytes] = []
+        step = PAGE_TOKENS * 8
+        previous = self._root
+        for at in range(0, len(self._data) - step + 1, step):
+            previous = blake3(previous + self._data[at : at + step], key=_CHAIN_KEY).digest()
+            self.pages.append(previous)
+
+    def prefix_hash(self, end_token: int) -> bytes:
+        """Hash of the first `end_token` tokens, 32 bytes; the root hash for 0.
+
+        A prefix that ends inside a page hashes the part of the page that it has, so its name
+        differs from that of every other prefix, longer ones included.
+        """
+        if not 0 <= end_token * 8 <= len(self._data):
+            raise ValueError(f"end_token is {end_token}, wanted 0 to {len(self._data) // 8} tokens")
+        whole, rest = divmod(end_token, PAGE_TOKENS)
+        previous = self.pages[whole - 1] if whole else self._root
+        if not rest:
+            return previous
+        part = self._data[whole * PAGE_TOKENS * 8 : end_token * 8]
+        return blake3(previous + part, key=_CHAIN_KEY).digest()
+
+
+def digest_key(namespace: bytes, secret: bytes = b"") -> bytes:
+    """AES key of the running digests, 16 bytes.
+
+    Args:
+        namespace: 32 bytes.
+        secret: content of the operator's key file. Without one the key follows from the namespace
+            and the digests are called unkeyed: they still hold no token ids, but whoever knows the
+            namespace can test guesses of whole prefixes.
+    """
+    return blake3(secret + namespace, derive_key_context=_DIGEST_CONTEXT).digest(length=16)
+
+
+def running_digests(key: bytes, tokens: ExtendedTokens) -> bytes:
+    """One 8-byte digest per token, back to back: `8 * n` bytes, each over the prefix up to it."""
+    blocks = np.zeros((len(tokens), 2), "<u8")
+    blocks[:, 0] = tokens
+    encryptor = Cipher(AES(key), CBC(bytes(16))).encryptor()
+    sealed = encryptor.update(blocks.tobytes()) + encryptor.finalize()
+    return np.frombuffer(sealed, "<u8").reshape(-1, 2)[:, 0].tobytes()
+
+
+def common_tokens(a: bytes, b: bytes) -> int:
+    """Leading tokens on which two runs of digests agree."""
+    size = min(len(a), len(b))
+    if a[:size] == b[:size]:
+        return size // DIGEST_BYTES
+    differ = np.frombuffer(a[:size], "<u8") != np.frombuffer(b[:size], "<u8")
+    return int(differ.argmax())

@@ -1,0 +1,57 @@
+"""The one evictor: which objects leave the CPU tier when room is needed.
+
+Least recently used first; within one use, late blocks of a prefix before early ones, so that what
+is left of a prefix is always a prefix. It only decides; the store asks the tier to act.
+
+Nothing here locks: the store calls it under its own lock.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tailreplay.store.index import Record
+
+
+class Evictor:
+    """Order of use of every object in the CPU tier."""
+
+    def __init__(self) -> None:
+        # Oldest first. Every record in the CPU tier is here, and no other.
+        self._order: OrderedDict[Record, None] = OrderedDict()
+
+    def use(self, records: Iterable[Record]) -> None:
+        """Marks objects of one prefix as used now.
+
+        Args:
+            records: those of them that are in the CPU tier, in any order.
+        """
+        for record in sorted(records, key=lambda r: r.end_token, reverse=True):
+            self._order[record] = None
+            self._order.move_to_end(record)
+
+    def demote(self, record: Record) -> None:
+        """Makes an object the next to go."""
+        if record in self._order:
+            self._order.move_to_end(record, last=False)
+
+    def forget(self, record: Record) -> None:
+        """Takes an object out, because it has left the CPU tier."""
+        self._order.pop(record, None)
+
+    def victims(self, wanted_bytes: int) -> list[Record]:
+        """Objects to evict, oldest first, until they make `wanted_bytes` or none is left."""
+        chosen, freed = [], 0
+        for record in self._order:
+            if freed >= wanted_bytes:
+                break
+            chosen.append(record)
+            freed += record.size
+        return chosen
+
+    def __len__(self) -> int:
+        return len(self._order)

@@ -1,0 +1,308 @@
+"""The token index: the longest stored prefix of a request, at any token.
+
+A namespace is a tree of blocks of at most 256 tokens. The children of a block are kept sorted by
+their running digests, and the longest common prefix of a sequence with a sorted set is always with
+one of its two neighbours there; so a match costs O(log siblings) per level at any fan-out, and
+whole blocks on the way down are dictionary hits. The tree says what prefixes are known; each
+record in it says which payload of them exists, and where.
+
+Nothing here does I/O or locks: the store calls it under its own lock.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tailreplay.store.chain import DIGEST_BYTES, common_tokens
+from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Kind, ObjectName, Provenance
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_BLOCK_BYTES = KV_BLOCK_TOKENS * DIGEST_BYTES
+
+
+@dataclass(eq=False, slots=True)
+class Record:
+    """One object the index knows.
+
+    Attributes:
+        name: its key in every tier.
+        first_token: position of its first row.
+        rows: rows it has.
+        size: bytes with header; 0 until it has been stored.
+        provenance: exact or approximate.
+        in_cpu: whether the CPU tier has it.
+        in_redis: whether Redis has it, manifest included.
+        nodes: the blocks that list it; siblings share the hidden pages they have in common. For a
+            checkpoint the block before the one in which its prefix ends.
+    """
+
+    name: ObjectName
+    first_token: int
+    rows: int
+    nodes: list[Node]
+    size: int = 0
+    provenance: Provenance = Provenance.EXACT
+    in_cpu: bool = False
+    in_redis: bool = False
+
+    @property
+    def exists(self) -> bool:
+        """Whether any tier has it."""
+        return self.in_cpu or self.in_redis
+
+    @property
+    def end_token(self) -> int:
+        """One past its last row."""
+        return self.first_token + self.rows
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """A block of the tree; the root has no tokens and no parent.
+
+    Attributes:
+        prefix_hash: name of the prefix that ends with this block.
+        first_token: position of the block's first token.
+        digests: running digests of its tokens.
+        parent: the block before it.
+        kv: its `kv` object.
+        hidden: its `hidden` objects, one per page, shared with siblings that share the page.
+    """
+
+    prefix_hash: bytes
+    first_token: int
+    digests: bytes
+    parent: Node | None
+    kv: Record | None = None
+    hidden: list[Record] = field(default_factory=list)
+    # Sorted digests of the children, and the children by them.
+    _keys: list[bytes] = field(default_factory=list)
+    _children: dict[bytes, Node] = field(default_factory=dict)
+    # Checkpoints of prefixes that end inside or at the end of a child block, by their last digest:
+    # every sibling that shares the prefix finds them here.
+    checkpoints: dict[bytes, Record] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the block."""
+        return len(self.digests) // DIGEST_BYTES
+
+    @property
+    def end_token(self) -> int:
+        """One past the position of its last token."""
+        return self.first_token + self.tokens
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether nothing hangs below it."""
+        return not self._keys and not self.checkpoints
+
+    def child(self, digests: bytes) -> Node | None:
+        """The child with exactly these digests."""
+        return self._children.get(digests)
+
+    def nearest(self, digests: bytes) -> tuple[Node | None, int]:
+        """The child that shares most leading tokens with `digests`, and how many; (None, 0).
+
+        Of two that share equally many, the one whose KV exists is taken.
+        """
+        at = bisect_left(self._keys, digests)
+        best: tuple[int, bool] = (0, False)
+        found = None
+        for key in self._keys[max(at - 1, 0) : at + 1]:
+            shared = common_tokens(key, digests)
+            child = self._children[key]
+            rank = (shared, child.kv is not None and child.kv.exists)
+            if shared and rank > best:
+                best, found = rank, child
+        return found, best[0]
+
+    def add(self, child: Node) -> None:
+        """Hangs a new block below this one."""
+        insort(self._keys, child.digests)
+        self._children[child.digests] = child
+
+    def remove(self, child: Node) -> None:
+        """Takes a leaf away."""
+        del self._keys[bisect_left(self._keys, child.digests)]
+        del self._children[child.digests]
+
+    def children(self) -> Iterator[Node]:
+        """Its children, sorted by digests."""
+        return (self._children[key] for key in self._keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest stored prefix of a request.
+
+    Attributes:
+        matched_tokens: its length.
+        path: blocks from the first to the deepest that shares a token.
+        checkpoints: records of states that belong to prefixes of it, ascending by token.
+    """
+
+    matched_tokens: int
+    path: tuple[Node, ...]
+    checkpoints: tuple[Record, ...]
+
+
+class TokenIndex:
+    """All namespaces' trees, and every record by name."""
+
+    def __init__(self) -> None:
+        self._roots: dict[bytes, Node] = {}
+        self._nodes: dict[tuple[bytes, bytes], Node] = {}
+        self._records: dict[ObjectName, Record] = {}
+
+    def match(self, namespace: bytes, digests: bytes) -> Match:
+        """Longest stored prefix of a sequence, given its running digests."""
+        root = self._roots.get(namespace)
+        if root is None:
+            return Match(0, (), ())
+        node, path, checkpoints = root, [], []
+        matched = 0
+        while matched * DIGEST_BYTES < len(digests):
+            start = matched * DIGEST_BYTES
+            block = digests[start : start + _BLOCK_BYTES]
+            child, shared = node.child(block), len(block) // DIGEST_BYTES
+            if child is None:
+                child, shared = node.nearest(block)
+            if node.checkpoints:
+                checkpoints += _checkpoints_on(node, block[: shared * DIGEST_BYTES])
+            if child is None:
+                break
+            path.append(child)
+            matched += shared
+            if shared < KV_BLOCK_TOKENS:
+                break
+            node = child
+        return Match(matched, tuple(path), tuple(checkpoints))
+
+    def insert(
+        self,
+        namespace: bytes,
+        digests: bytes,
+        prefix_hash: Callable[[int], bytes],
+    ) -> list[Node]:
+        """Makes sure every block of a sequence is in the tree; returns them in order.
+
+        Args:
+            namespace: 32 bytes.
+            digests: running digests of the sequence.
+            prefix_hash: name of the sequence's first n tokens.
+        """
+        node = self._roots.get(namespace)
+        if node is None:
+            node = self._roots[namespace] = Node(prefix_hash(0), 0, b"", None)
+        path = []
+        for start in range(0, len(digests), _BLOCK_BYTES):
+            block = digests[start : start + _BLOCK_BYTES]
+            child = node.child(block)
+            if child is None:
+                child = self._new_node(namespace, node, block, prefix_hash)
+            path.append(child)
+            node = child
+        return path
+
+    def record(self, name: ObjectName) -> Record | None:
+        """The record of an object, whether or not its payload exists now."""
+        return self._records.get(name)
+
+    def path_to(self, namespace: bytes, leaf: bytes) -> tuple[Node, ...]:
+        """Blocks from the first to the one named `leaf`; empty when it is not known."""
+        node = self._nodes.get((namespace, leaf))
+        path = []
+        while node is not None and node.parent is not None:
+            path.append(node)
+            node = node.parent
+        return tuple(reversed(path))
+
+    def checkpoint(self, parent: Node, name: ObjectName, end_token: int, digest: bytes) -> Record:
+        """The record of a state that ends in a block below `parent`; made if it is new."""
+        record = self._records.get(name)
+        if record is None:
+            record = Record(name, end_token - 1, 1, [parent])
+            self._records[name] = record
+            parent.checkpoints[digest] = record
+        return record
+
+    def prune(self, record: Record) -> None:
+        """Forgets what hangs on a record without payload: itself, and blocks that hold nothing."""
+        if record.exists:
+            return
+        for node in tuple(record.nodes):
+            if record.name.kind is Kind.CHECKPOINT:
+                self._records.pop(record.name, None)
+                node.checkpoints = {d: r for d, r in node.checkpoints.items() if r is not record}
+            at: Node | None = node
+            while at is not None and at.parent is not None and _is_empty(at):
+                self._drop(at)
+                at = at.parent
+
+    def nodes(self, namespace: bytes) -> int:
+        """Blocks in a namespace."""
+        return sum(1 for space, _ in self._nodes if space == namespace)
+
+    def namespaces(self) -> tuple[bytes, ...]:
+        """Namespaces with a tree."""
+        return tuple(self._roots)
+
+    def records(self) -> Iterator[Record]:
+        """Every record."""
+        return iter(self._records.values())
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def _new_node(
+        self, namespace: bytes, parent: Node, block: bytes, prefix_hash: Callable[[int], bytes]
+    ) -> Node:
+        first, rows = parent.end_token, len(block) // DIGEST_BYTES
+        node = Node(prefix_hash(first + rows), first, block, parent)
+        node.kv = self._listed(ObjectName(namespace, Kind.KV, node.prefix_hash), first, rows, node)
+        for page in range(first, first + rows, PAGE_TOKENS):
+            end = min(page + PAGE_TOKENS, first + rows)
+            name = ObjectName(namespace, Kind.HIDDEN, prefix_hash(end))
+            node.hidden.append(self._listed(name, page, end - page, node))
+        parent.add(node)
+        self._nodes[namespace, node.prefix_hash] = node
+        return node
+
+    def _listed(self, name: ObjectName, first_token: int, rows: int, node: Node) -> Record:
+        """The record of that name, made if it is new, with `node` among its blocks."""
+        record = self._records.get(name)
+        if record is None:
+            record = self._records[name] = Record(name, first_token, rows, [])
+        record.nodes.append(node)
+        return record
+
+    def _drop(self, node: Node) -> None:
+        if node.parent is None or node.kv is None:
+            raise ValueError("the root of a namespace can not be dropped")
+        node.parent.remove(node)
+        del self._nodes[node.kv.name.namespace, node.prefix_hash]
+        for record in (node.kv, *node.hidden):
+            record.nodes.remove(node)
+            if not record.nodes:
+                del self._records[record.name]
+
+
+def _is_empty(node: Node) -> bool:
+    """Whether a block holds no payload and nothing hangs below it."""
+    payload = node.kv is not None and (node.kv.exists or any(r.exists for r in node.hidden))
+    return node.is_leaf and not payload
+
+
+def _checkpoints_on(parent: Node, digests: bytes) -> list[Record]:
+    """Checkpoints below `parent` on a sequence that goes on with `digests`, ascending by token."""
+    found = []
+    for at in range(0, len(digests), DIGEST_BYTES):
+        record = parent.checkpoints.get(digests[at : at + DIGEST_BYTES])
+        if record is not None and record.exists:
+            found.append(record)
+    return found

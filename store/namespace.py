@@ -1,0 +1,46 @@
+"""The namespace digest: which prefixes may share payload at all.
+
+It covers everything that changes what a token's payload means, and nothing else. Tensor-parallel
+rank is not in it, because payloads carry head shards that engines of any size can share.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from blake3 import blake3
+from pydantic import BaseModel, ConfigDict, Field
+
+FORMAT_VERSION = 1
+"""Version of the stored format; a change makes every older object unreachable."""
+
+_CONTEXT = "tailreplay namespace v1"
+
+
+class NamespaceFields(BaseModel):
+    """What a namespace is made of. Two engines share payload only when all fields are equal."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: Annotated[dict[str, Any], Field(description="effective model config, rope included")]
+    weights_id: Annotated[str, Field(description="identity of the weights, e.g. their digest")]
+    tokenizer_id: Annotated[str, Field(description="identity of the tokenizer")] = ""
+    adapter_digest: Annotated[
+        str | None, Field(description="digest of the adapter's content, None without adapter")
+    ] = None
+    tenant_salt: Annotated[str, Field(description="separates tenants; never stored")] = ""
+    kv_dtype: Annotated[str, Field(description="dtype of stored keys and values")] = "float32"
+    quantisation: Annotated[str | None, Field(description="weight quantisation scheme")] = None
+    format_version: Annotated[int, Field(description="stored format")] = FORMAT_VERSION
+
+    def digest(self) -> bytes:
+        """32 bytes over the tagged, length-prefixed fields, the same in every process."""
+        hasher = blake3(derive_key_context=_CONTEXT)
+        for tag in sorted(type(self).model_fields):
+            # JSON keeps None, "" and "None" apart.
+            value = json.dumps(getattr(self, tag), sort_keys=True, separators=(",", ":")).encode()
+            for part in (tag.encode(), value):
+                hasher.update(len(part).to_bytes(8, "little"))
+                hasher.update(part)
+        return hasher.digest()
