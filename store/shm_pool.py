@@ -1,0 +1,143 @@
+"""The pool's place in /dev/shm: a name per store, one owner per name, and never more than fits."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from tailreplay.store.errors import LimitExceeded, StoreUnavailable
+
+logger = logging.getLogger(__name__)
+
+SHM_DIR = Path("/dev/shm")
+MAX_SHARE = 0.75
+"""Largest part of free shared memory that a pool may take."""
+
+MIN_POOL_BYTES = 1 << 20
+ALIGN_BYTES = 4096
+
+
+class _Closeable(Protocol):
+    def close(self) -> None: ...
+
+
+P = TypeVar("P", bound=_Closeable)
+
+
+def pool_name(identity: str) -> str:
+    """Return the segment name of a store.
+
+    Args:
+        identity: what tells this store from others on the machine, such as its listen address.
+    """
+    digest = hashlib.blake2b(identity.encode(), digest_size=10).hexdigest()
+    return f"lmcache_l1_pool_tailreplay_{digest}"  # LMCache prefixes every other name
+
+
+def affordable_bytes(wanted_bytes: int, free_bytes: int) -> int:
+    """Return the largest aligned pool size within MAX_SHARE of what is free."""
+    return min(wanted_bytes, int(free_bytes * MAX_SHARE)) // ALIGN_BYTES * ALIGN_BYTES
+
+
+class ShmPool:
+    """Ownership of one segment name, from construction to `close`.
+
+    The lock file lies beside the segment, so that containers that share /dev/shm exclude each
+    other too. The kernel drops the lock with the process: a killed store blocks nobody.
+
+    Attributes:
+        path: the segment's file.
+
+    Raises:
+        StoreUnavailable: another process, or another object in this one, owns the name.
+    """
+
+    def __init__(self, identity: str) -> None:
+        self.path = SHM_DIR / pool_name(identity)
+        self._lock_path = self.path.with_suffix(".lock")
+        self._lock_fd = _lock(self._lock_path, identity)
+
+    def build(self, wanted_bytes: int, construct: Callable[[int], P]) -> tuple[P, int]:
+        """Construct the pool at the largest size that is really there.
+
+        A segment larger than /dev/shm can be created and mapped, and kills the process with
+        SIGBUS when it is touched; so every page is reserved before anybody touches one.
+
+        Args:
+            wanted_bytes: size asked for.
+            construct: makes the segment at `path` with the given size, sparse.
+
+        Returns:
+            What `construct` made, and its size in bytes.
+
+        Raises:
+            LimitExceeded: not even MIN_POOL_BYTES fit.
+        """
+        self.path.unlink(missing_ok=True)  # left by a killed store; we hold its lock
+        size_bytes = affordable_bytes(wanted_bytes, _free_bytes())
+        while size_bytes >= MIN_POOL_BYTES:
+            pool = construct(size_bytes)
+            if _reserve(self.path, size_bytes):
+                if size_bytes < wanted_bytes // ALIGN_BYTES * ALIGN_BYTES:
+                    logger.warning(
+                        "pool made smaller: %d bytes wanted, %d fit in %s",
+                        wanted_bytes,
+                        size_bytes,
+                        SHM_DIR,
+                    )
+                return pool, size_bytes
+            pool.close()
+            size_bytes = affordable_bytes(size_bytes, size_bytes)
+        raise LimitExceeded(
+            f"pool of {wanted_bytes} bytes: {SHM_DIR} has {_free_bytes()} bytes free, "
+            f"{MIN_POOL_BYTES} must fit in {MAX_SHARE:.0%} of them"
+        )
+
+    def close(self) -> None:
+        """Give the name up. The segment itself goes with what `build` constructed."""
+        if self._lock_fd >= 0:
+            self._lock_path.unlink(missing_ok=True)
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+
+def _reserve(path: Path, size_bytes: int) -> bool:
+    """Back every page of the segment with memory; False when there is not enough."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+            raise
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _lock(path: Path, identity: str) -> int:
+    """Return a descriptor that holds the exclusive lock of `path`."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise StoreUnavailable(
+                f"a store with identity {identity!r} is already running: {path} is locked"
+            ) from None
+        # An owner that leaves unlinks the file, and a lock on an unlinked file excludes nobody.
+        if os.fstat(fd).st_nlink:
+            return fd
+        os.close(fd)
+
+
+def _free_bytes() -> int:
+    stat = os.statvfs(SHM_DIR)
+    return stat.f_bavail * stat.f_frsize
