@@ -121,6 +121,25 @@ class Node:
                 best, found = rank, child
         return found, best[0]
 
+    def before(self, child: Node) -> Node | None:
+        """The longest shorter child whose tokens `child` begins with.
+
+        Sorted order puts it anywhere before, with other extensions between, so its own extensions
+        are skipped back over; at most one step per shorter length.
+        """
+        at = bisect_left(self._keys, child.digests)
+        while at:
+            at -= 1
+            if child.digests.startswith(self._keys[at]):
+                return self._children[self._keys[at]]
+            shared = common_tokens(self._keys[at], child.digests) * DIGEST_BYTES
+            if not shared:
+                return None
+            at = bisect_left(self._keys, child.digests[:shared], 0, at)
+            if at < len(self._keys) and self._keys[at] == child.digests[:shared]:
+                return self._children[self._keys[at]]
+        return None
+
     def add(self, child: Node) -> None:
         """Hangs a new block below this one."""
         insort(self._keys, child.digests)
@@ -134,6 +153,27 @@ class Node:
     def children(self) -> Iterator[Node]:
         """Its children, sorted by digests."""
         return (self._children[key] for key in self._keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block as a manifest describes it.
+
+    Attributes:
+        namespace: 32 bytes.
+        prefix_hash: its name.
+        parent_hash: name of the block before it; of the root for the first.
+        first_token: position of its first token.
+        digests: running digests of its tokens.
+        page_hashes: prefix hash at the end of each of its pages.
+    """
+
+    namespace: bytes
+    prefix_hash: bytes
+    parent_hash: bytes
+    first_token: int
+    digests: bytes
+    page_hashes: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +228,8 @@ class TokenIndex:
         namespace: bytes,
         digests: bytes,
         prefix_hash: Callable[[int], bytes],
-    ) -> list[Node]:
-        """Makes sure every block of a sequence is in the tree; returns them in order.
+    ) -> Node:
+        """Makes sure every block of a sequence is in the tree; returns the last, or the root.
 
         Args:
             namespace: 32 bytes.
@@ -199,15 +239,40 @@ class TokenIndex:
         node = self._roots.get(namespace)
         if node is None:
             node = self._roots[namespace] = Node(prefix_hash(0), 0, b"", None)
-        path = []
         for start in range(0, len(digests), _BLOCK_BYTES):
             block = digests[start : start + _BLOCK_BYTES]
             child = node.child(block)
             if child is None:
-                child = self._new_node(namespace, node, block, prefix_hash)
-            path.append(child)
+                child = self._add(node, _block(namespace, node, block, prefix_hash))
             node = child
-        return path
+        return node
+
+    def restore(self, block: Block) -> Node | None:
+        """Puts a block back that a manifest describes; None when the block before it is unknown.
+
+        Blocks come in order of `first_token`. The root of a namespace has no digests.
+        """
+        namespace = block.namespace
+        if not block.digests:
+            return self._roots.setdefault(namespace, Node(block.prefix_hash, 0, b"", None))
+        parent = self._nodes.get((namespace, block.parent_hash))
+        if parent is None and block.first_token == 0:
+            parent = self._roots.setdefault(namespace, Node(block.parent_hash, 0, b"", None))
+        if parent is None or parent.end_token != block.first_token:
+            return None
+        return parent.child(block.digests) or self._add(parent, block)
+
+    def block(self, namespace: bytes, node: Node) -> Block:
+        """What a manifest must say of a node, so that `restore` can put it back."""
+        parent_hash = node.parent.prefix_hash if node.parent is not None else b""
+        pages = tuple(record.name.prefix_hash for record in node.hidden)
+        return Block(
+            namespace, node.prefix_hash, parent_hash, node.first_token, node.digests, pages
+        )
+
+    def extended_by(self, node: Node) -> Node | None:
+        """The longest shorter sibling that this block goes on from, if there is one."""
+        return node.parent.before(node) if node.parent is not None else None
 
     def record(self, name: ObjectName) -> Record | None:
         """The record of an object, whether or not its payload exists now."""
@@ -259,16 +324,15 @@ class TokenIndex:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def _new_node(
-        self, namespace: bytes, parent: Node, block: bytes, prefix_hash: Callable[[int], bytes]
-    ) -> Node:
-        first, rows = parent.end_token, len(block) // DIGEST_BYTES
-        node = Node(prefix_hash(first + rows), first, block, parent)
+    def _add(self, parent: Node, block: Block) -> Node:
+        first, rows = block.first_token, len(block.digests) // DIGEST_BYTES
+        namespace = block.namespace
+        node = Node(block.prefix_hash, first, block.digests, parent)
         node.kv = self._listed(ObjectName(namespace, Kind.KV, node.prefix_hash), first, rows, node)
-        for page in range(first, first + rows, PAGE_TOKENS):
-            end = min(page + PAGE_TOKENS, first + rows)
-            name = ObjectName(namespace, Kind.HIDDEN, prefix_hash(end))
-            node.hidden.append(self._listed(name, page, end - page, node))
+        for at, page_hash in zip(range(0, rows, PAGE_TOKENS), block.page_hashes, strict=True):
+            name = ObjectName(namespace, Kind.HIDDEN, page_hash)
+            page = self._listed(name, first + at, min(PAGE_TOKENS, rows - at), node)
+            node.hidden.append(page)
         parent.add(node)
         self._nodes[namespace, node.prefix_hash] = node
         return node
@@ -290,6 +354,21 @@ class TokenIndex:
             record.nodes.remove(node)
             if not record.nodes:
                 del self._records[record.name]
+
+
+def _block(
+    namespace: bytes, parent: Node, digests: bytes, prefix_hash: Callable[[int], bytes]
+) -> Block:
+    first, end = parent.end_token, parent.end_token + len(digests) // DIGEST_BYTES
+    pages = (min(page + PAGE_TOKENS, end) for page in range(first, end, PAGE_TOKENS))
+    return Block(
+        namespace,
+        prefix_hash(end),
+        parent.prefix_hash,
+        first,
+        digests,
+        tuple(prefix_hash(page_end) for page_end in pages),
+    )
 
 
 def _is_empty(node: Node) -> bool:

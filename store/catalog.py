@@ -1,0 +1,373 @@
+"""What the store knows: index, order of eviction, writes on their way to Redis, and counts.
+
+All of it changes under one lock, and no I/O happens while that lock is held.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tailreplay.store.chain import DIGEST_BYTES
+from tailreplay.store.errors import GeometryMismatch, StoreUnavailable
+from tailreplay.store.evictor import Evictor
+from tailreplay.store.index import Match, Node, Record, TokenIndex
+from tailreplay.store.manifest import Entry, Manifests
+from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Kind, ObjectName, Provenance
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from tailreplay.store.chain import PrefixChain
+    from tailreplay.store.geometry import Geometry
+    from tailreplay.store.index import Block
+    from tailreplay.store.tiers import Tiers
+
+logger = logging.getLogger(__name__)
+
+_MAX_ROOM_TRIES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A token sequence whose objects are being stored.
+
+    Attributes:
+        namespace: 32 bytes.
+        digests: running digests of all its tokens.
+        chain: names of its prefixes.
+    """
+
+    namespace: bytes
+    digests: bytes
+    chain: PrefixChain
+
+
+@dataclass(slots=True)
+class _Pending:
+    """An object on its way to Redis; committed there once it is both `written` and admitted."""
+
+    size: int
+    written: bool = False
+    record: Record | None = None
+    home: Node | None = None
+
+
+class Catalog:
+    """The store's knowledge. Thread-safe.
+
+    Args:
+        manifests: where commits are written; None without Redis.
+    """
+
+    def __init__(self, manifests: Manifests | None) -> None:
+        self._manifests = manifests
+        self._tiers: Tiers | None = None
+        # Guarded by _lock: everything below.
+        self._lock = threading.Lock()
+        self._index = TokenIndex()
+        self._evictor = Evictor()
+        self._claims: set[ObjectName] = set()
+        self._pending: dict[ObjectName, _Pending] = {}
+        self._geometry: dict[tuple[bytes, Kind], Geometry] = {}
+        self._counts: Counter[str] = Counter()
+
+    def attach(self, tiers: Tiers) -> None:
+        """Names the tiers to evict from; they need this catalog's callbacks when they are made."""
+        self._tiers = tiers
+
+    # -- lookups ----------------------------------------------------------------------------
+
+    def match(self, namespace: bytes, digests: bytes) -> Match:
+        """Longest stored prefix; counts it."""
+        with self._lock:
+            found = self._index.match(namespace, digests)
+            queried = len(digests) // DIGEST_BYTES
+            self._counts["lookups"] += 1
+            self._counts["hits" if found.matched_tokens else "misses"] += 1
+            self._counts["queried_tokens"] += queried
+            self._counts["matched_tokens"] += found.matched_tokens
+            self._counts["unmatched_tokens"] += queried - found.matched_tokens
+        return found
+
+    def path(self, namespace: bytes, leaf: bytes) -> tuple[Node, ...]:
+        """Blocks from the first to the one named `leaf`; empty when it is not known."""
+        with self._lock:
+            return self._index.path_to(namespace, leaf)
+
+    def record(self, name: ObjectName) -> Record | None:
+        """The record of an object whose payload exists in some tier."""
+        with self._lock:
+            record = self._index.record(name)
+        return record if record is not None and record.exists else None
+
+    # -- changes ----------------------------------------------------------------------------
+
+    def claim(self, name: ObjectName, size: int) -> bool:
+        """Claims an object for the caller to put; False when it exists or another put brings it.
+
+        A claim ends with `admit` or `unclaim`.
+        """
+        with self._lock:
+            record = self._index.record(name)
+            if (record is not None and record.exists) or name in self._claims:
+                return False
+            self._claims.add(name)
+            if self._manifests is not None:
+                # Before the tiers have it, since they may report it written at once.
+                self._pending[name] = _Pending(size)
+        return True
+
+    def unclaim(self, name: ObjectName) -> None:
+        """Ends a claim without an object."""
+        with self._lock:
+            self._claims.discard(name)
+            self._pending.pop(name, None)
+
+    def check_geometry(self, namespace: bytes, geometry: Geometry) -> None:
+        """Holds every object of a namespace to the geometry of the first of its kind.
+
+        Raises:
+            GeometryMismatch: it is another one.
+        """
+        with self._lock:
+            known = self._geometry.setdefault((namespace, geometry.kind), geometry)
+        if known != geometry:
+            raise GeometryMismatch(f"object has {geometry}, its namespace holds {known}")
+
+    def admit(
+        self, prefix: Prefix, name: ObjectName, end_token: int, size: int, provenance: Provenance
+    ) -> None:
+        """Lists an object that is now in the CPU tier, and commits it in Redis if it is there."""
+        with self._lock:
+            record, home = self._locate(prefix, name, end_token)
+            record.size, record.provenance, record.in_cpu = size, provenance, True
+            self._evictor.use([record])
+            self._counts["stored_bytes"] += size
+            self._claims.discard(name)
+            self._supersede(record)
+            pending = self._pending.get(name)
+            if pending is not None:
+                pending.record, pending.home = record, home
+        if pending is not None and pending.written:
+            self._commit([name])
+
+    def loaded(self, records: Sequence[Record]) -> None:
+        """Notes that objects are in the CPU tier now and were just used."""
+        with self._lock:
+            for record in records:
+                record.in_cpu = True
+            self._evictor.use(records)
+
+    def left_cpu(self, records: Iterable[Record]) -> None:
+        """Notes that objects are not in the CPU tier any more."""
+        with self._lock:
+            for record in records:
+                record.in_cpu = False
+                self._evictor.forget(record)
+                self._index.prune(record)
+
+    def lost(self, record: Record) -> None:
+        """Forgets an object that is in no tier any more, or must not be used again."""
+        with self._lock:
+            entry = self._entry(record)
+            was_in_redis, record.in_cpu, record.in_redis = record.in_redis, False, False
+            self._evictor.forget(record)
+            self._index.prune(record)
+        if was_in_redis and self._manifests is not None and entry is not None:
+            try:
+                self._manifests.forget([(entry[0], entry[1].field)])
+            except StoreUnavailable as error:
+                logger.warning("a manifest field outlives its payload: %s", error)
+
+    def count(self, what: str, by: int = 1) -> None:
+        """Adds to a counter."""
+        with self._lock:
+            self._counts[what] += by
+
+    def make_room(self, size: int) -> bool:
+        """Evicts until about `size` bytes are free; False when nothing could be evicted."""
+        tiers = self._tiers
+        if tiers is None:
+            return False
+        for attempt in range(_MAX_ROOM_TRIES):
+            with self._lock:
+                wanted = size << attempt
+                victims = [r for r in self._evictor.victims(wanted) if r.name not in self._pending]
+            freed = tiers.evict([r.name for r in victims])
+            self._note_evicted(victims, tiers)
+            if freed >= size:
+                self.count("evicted_bytes", freed)
+                return True
+            if freed:
+                self.count("evicted_bytes", freed)
+            if wanted > tiers.pool_bytes:
+                return bool(freed)
+        return False
+
+    # -- Redis ------------------------------------------------------------------------------
+
+    def redis_stored(self, names: Sequence[ObjectName]) -> None:
+        """Objects' payloads are in Redis; those already admitted are committed."""
+        with self._lock:
+            ready = []
+            for name in names:
+                pending = self._pending.get(name)
+                if pending is not None:
+                    pending.written = True
+                    if pending.record is not None:
+                        ready.append(name)
+        self._commit(ready)
+
+    def redis_failed(self, names: Sequence[ObjectName]) -> None:
+        """Objects will not get to Redis; they stay in the CPU tier alone."""
+        with self._lock:
+            for name in names:
+                self._pending.pop(name, None)
+            self._counts["redis_failed"] += len(names)
+
+    def restore(self) -> int:
+        """Lists what Redis holds already; returns how many objects that is.
+
+        Raises:
+            StoreUnavailable: Redis can not be read.
+        """
+        if self._manifests is None:
+            return 0
+        manifests = self._manifests.load()
+        with self._lock:
+            return sum(self._restore_block(block, entries) for block, entries in manifests)
+
+    # -- figures ----------------------------------------------------------------------------
+
+    def figures(self) -> dict[str, int]:
+        """Counters and sizes by name, taken at one instant."""
+        with self._lock:
+            return {
+                **self._counts,
+                "blocks": len(self._index),
+                "redis_pending_bytes": sum(p.size for p in self._pending.values()),
+            }
+
+    def tier_figures(self) -> dict[tuple[str, Kind], tuple[int, int]]:
+        """Objects and bytes by tier ('cpu', 'redis') and kind."""
+        objects: Counter[tuple[str, Kind]] = Counter()
+        sizes: Counter[tuple[str, Kind]] = Counter()
+        with self._lock:
+            for record in self._index.records():
+                for tier, here in (("cpu", record.in_cpu), ("redis", record.in_redis)):
+                    if here:
+                        objects[tier, record.name.kind] += 1
+                        sizes[tier, record.name.kind] += record.size
+        return {key: (objects[key], sizes[key]) for key in objects}
+
+    def namespaces(self) -> dict[bytes, tuple[int, dict[Kind, Geometry]]]:
+        """Blocks and known geometries of each namespace."""
+        with self._lock:
+            return {
+                space: (
+                    self._index.nodes(space),
+                    {kind: g for (owner, kind), g in self._geometry.items() if owner == space},
+                )
+                for space in self._index.namespaces()
+            }
+
+    # -- internals, called under the lock unless they say otherwise ---------------------------
+
+    def _locate(self, prefix: Prefix, name: ObjectName, end_token: int) -> tuple[Record, Node]:
+        """An object's record, and the block whose manifest speaks of it."""
+        total = len(prefix.digests) // DIGEST_BYTES
+        block = (end_token - 1) // KV_BLOCK_TOKENS
+        if name.kind is Kind.CHECKPOINT:
+            parent = self._walk(prefix, block * KV_BLOCK_TOKENS)
+            digest = prefix.digests[(end_token - 1) * DIGEST_BYTES : end_token * DIGEST_BYTES]
+            return self._index.checkpoint(parent, name, end_token, digest), parent
+        node = self._walk(prefix, min((block + 1) * KV_BLOCK_TOKENS, total))
+        if name.kind is Kind.KV and node.kv is not None:
+            return node.kv, node
+        return node.hidden[(end_token - 1) % KV_BLOCK_TOKENS // PAGE_TOKENS], node
+
+    def _walk(self, prefix: Prefix, end_token: int) -> Node:
+        digests = prefix.digests[: end_token * DIGEST_BYTES]
+        return self._index.insert(prefix.namespace, digests, prefix.chain.prefix_hash)
+
+    def _supersede(self, record: Record) -> None:
+        """Makes the partial block that a longer sibling extends the next to be evicted."""
+        if record.name.kind is not Kind.KV:
+            return
+        shorter = self._index.extended_by(record.nodes[0])
+        if shorter is not None and shorter.kv is not None:
+            self._evictor.demote(shorter.kv)
+
+    def _note_evicted(self, victims: Sequence[Record], tiers: Tiers) -> None:
+        """Takes the lock itself."""
+        still = tiers.resident([r.name for r in victims])
+        self.left_cpu(r for r, resident in zip(victims, still, strict=True) if not resident)
+
+    def _entry(self, record: Record) -> tuple[Block, Entry] | None:
+        if not record.nodes:
+            return None
+        return self._manifest_of(record, record.nodes[0])
+
+    def _manifest_of(self, record: Record, home: Node) -> tuple[Block, Entry]:
+        block = self._index.block(record.name.namespace, home)
+        kind, size, provenance = record.name.kind, record.size, record.provenance
+        if kind is Kind.KV:
+            return block, Entry("k", size, provenance)
+        if kind is Kind.HIDDEN:
+            page = record.first_token % KV_BLOCK_TOKENS // PAGE_TOKENS
+            return block, Entry(str(page), size, provenance)
+        digest = next((d for d, r in home.checkpoints.items() if r is record), b"")
+        field = f"c{record.end_token}:{digest.hex()}"
+        return block, Entry(field, size, provenance, record.name.prefix_hash, digest)
+
+    def _commit(self, names: Sequence[ObjectName]) -> None:
+        """Writes the manifests of admitted objects whose payload is in Redis; takes the lock."""
+        if not names or self._manifests is None:
+            return
+        with self._lock:
+            waiting = [(n, p) for n in names if (p := self._pending.get(n)) is not None]
+            entries = [
+                self._manifest_of(p.record, p.home)
+                for _, p in waiting
+                if p.record is not None and p.home is not None
+            ]
+        try:
+            self._manifests.commit(entries)
+        except StoreUnavailable as error:
+            logger.warning("objects stay in the CPU tier alone: %s", error)
+            self.redis_failed(names)
+            return
+        with self._lock:
+            for name, pending in waiting:
+                self._pending.pop(name, None)
+                if pending.record is not None:
+                    pending.record.in_redis = True
+
+    def _restore_block(self, block: Block, entries: Sequence[Entry]) -> int:
+        node = self._index.restore(block)
+        if node is None:
+            return 0
+        listed = 0
+        for entry in entries:
+            record = self._restored_record(block, node, entry)
+            if record is not None:
+                record.size, record.provenance = entry.size, entry.provenance
+                record.in_redis = True
+                listed += 1
+        return listed
+
+    def _restored_record(self, block: Block, node: Node, entry: Entry) -> Record | None:
+        if entry.field == "k":
+            return node.kv
+        if entry.field.isdecimal():
+            page = int(entry.field)
+            return node.hidden[page] if page < len(node.hidden) else None
+        if not entry.state_hash:
+            return None
+        name = ObjectName(block.namespace, Kind.CHECKPOINT, entry.state_hash)
+        end_token = int(entry.field[1:].partition(":")[0])
+        return self._index.checkpoint(node, name, end_token, entry.state_digest)

@@ -1,0 +1,72 @@
+"""Every setting of a store, validated at start.
+
+Environment `TAILREPLAY_*` over file over default; `tailreplay-store describe` prints what is in
+force.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+def default_socket() -> str:
+    """Address of the sidecar's socket: under XDG_RUNTIME_DIR, else a private folder in /tmp."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/tailreplay-{os.getuid()}"
+    return f"unix://{Path(runtime) / 'tailreplay' / 'store.sock'}"
+
+
+class StoreConfig(BaseSettings):
+    """Settings of one store process."""
+
+    model_config = SettingsConfigDict(env_prefix="TAILREPLAY_", frozen=True, extra="forbid")
+
+    listen: Annotated[
+        str, Field(description="address: unix:///path/to.sock or host:port (loopback by default)")
+    ] = Field(default_factory=default_socket)
+    pool_bytes: Annotated[int, Field(ge=4 * MIB, description="size of the CPU tier, bytes")] = GIB
+    redis_url: Annotated[
+        str | None, Field(description="redis://[user:password@]host:port or unix:///path; none")
+    ] = None
+    redis_timeout_s: Annotated[
+        float, Field(gt=0, description="longest wait for one answer of Redis, seconds")
+    ] = 5.0
+    redis_prefix: Annotated[
+        str, Field(pattern=r"^[A-Za-z0-9:._-]*$", description="in front of every Redis key")
+    ] = "tailreplay:"
+    manifest_ttl_s: Annotated[
+        float, Field(gt=0, description="life of a manifest in Redis, seconds; below payload's 24 h")
+    ] = 23 * 3600.0
+    fetch_window_bytes: Annotated[
+        int, Field(ge=MIB, description="bytes of objects that one Fetch pins at a time")
+    ] = 8 * MIB
+    leased_share: Annotated[
+        float, Field(gt=0, le=1, description="largest part of the pool that leases may pin")
+    ] = 0.5
+    stall_limit_s: Annotated[
+        float,
+        Field(gt=0, description="a reader that takes nothing for so long is cut off, s"),
+    ] = 2.0
+    tier_timeout_s: Annotated[
+        float, Field(gt=0, description="longest wait for a window to come from Redis, seconds")
+    ] = 5.0
+    max_object_bytes: Annotated[
+        int, Field(ge=MIB, description="largest object a client may put, bytes")
+    ] = 512 * MIB
+    max_workers: Annotated[
+        int, Field(ge=2, description="threads that serve RPCs; each Fetch and Put holds one")
+    ] = 32
+
+    @field_validator("listen")
+    @classmethod
+    def _known_scheme(cls, value: str) -> str:
+        if not value.startswith("unix:") and ":" not in value:
+            raise ValueError(f"listen is {value!r}, wanted unix:///path/to.sock or host:port")
+        return value

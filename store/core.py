@@ -1,0 +1,280 @@
+"""The store without its wire: tiers, catalog and leases put together, opened and closed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from tailreplay.proto import store_pb2 as pb
+from tailreplay.store import tokens as wire_tokens
+from tailreplay.store.catalog import Catalog
+from tailreplay.store.chain import DIGEST_BYTES, digest_key, running_digests
+from tailreplay.store.errors import InvalidRequest, StoreUnavailable
+from tailreplay.store.leases import Leases
+from tailreplay.store.manifest import Manifests
+from tailreplay.store.objects import Kind
+from tailreplay.store.reader import Reader
+from tailreplay.store.tiers import Tiers
+from tailreplay.store.writer import Writer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from tailreplay.store.config import StoreConfig
+    from tailreplay.store.index import Match, Record
+
+logger = logging.getLogger(__name__)
+
+
+class Store:
+    """One store: what it holds, and the three things one can do with it.
+
+    Args:
+        config: its settings.
+        clock: seconds that only grow; stepped by tests.
+        before_rows: called before rows are sent; tests hold bulk rows back here.
+
+    Raises:
+        StoreUnavailable: another store runs with the same listen address.
+        LimitExceeded: there is no room for a pool.
+    """
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        before_rows: Callable[[Kind], None] | None = None,
+    ) -> None:
+        self.config = config
+        self.boot_id = secrets.randbits(64)
+        self.started_at_s = time.time()
+        self.leases = Leases(config.stall_limit_s, clock)
+        self.manifests = _manifests(config)
+        self.catalog = Catalog(self.manifests)
+        self.tiers = Tiers(
+            pool_bytes=config.pool_bytes,
+            identity=config.listen,
+            redis_url=config.redis_url,
+            on_redis_stored=self.catalog.redis_stored,
+            on_redis_failed=self.catalog.redis_failed,
+        )
+        self.catalog.attach(self.tiers)
+        self._reader = Reader(
+            self.catalog,
+            self.tiers,
+            window_bytes=min(
+                config.fetch_window_bytes, int(self.tiers.pool_bytes * config.leased_share)
+            ),
+            timeout_s=config.tier_timeout_s,
+            before_rows=before_rows,
+        )
+        self._writer = Writer(
+            self.catalog,
+            self.tiers,
+            digest_key=digest_key,
+            max_object_bytes=config.max_object_bytes,
+        )
+        self._closing = threading.Event()
+        self._background = threading.Thread(target=self._tick, name="store-tick", daemon=True)
+        self._restored = self._restore()
+        self._background.start()
+
+    def match(self, request: pb.MatchRequest) -> pb.MatchResponse:
+        """What is stored along the longest stored prefix.
+
+        Raises:
+            InvalidRequest: the namespace or the tokens are malformed.
+        """
+        _check_namespace(request.namespace)
+        tokens = wire_tokens.from_wire(request.tokens)
+        digests = running_digests(digest_key(request.namespace), tokens)
+        found = self.catalog.match(request.namespace, digests)
+        return pb.MatchResponse(
+            matched_tokens=found.matched_tokens,
+            leaf=found.path[-1].prefix_hash if found.path else b"",
+            runs=[*_runs(found, Kind.KV), *_runs(found, Kind.HIDDEN)],
+            checkpoints=[_checkpoint(record) for record in found.checkpoints],
+            boot_id=self.boot_id,
+        )
+
+    def fetch(
+        self, request: pb.FetchRequest, cancel: Callable[[], object]
+    ) -> Iterator[pb.FetchFrame]:
+        """Rows of stored objects, under a lease that ends with the iterator.
+
+        Args:
+            request: what is wanted.
+            cancel: ends the stream if its reader stalls.
+
+        Raises:
+            InvalidRequest: the namespace or a range is malformed.
+        """
+        _check_namespace(request.namespace)
+        lease = self.leases.grant(cancel)
+        try:
+            stall_limit_ms = int(self.leases.stall_limit_s * 1000)
+            yield pb.FetchFrame(
+                lease=pb.LeaseGranted(lease_id=lease.lease_id, stall_limit_ms=stall_limit_ms)
+            )
+            for frame in self._reader.frames(request):
+                if not self.leases.renew(lease):
+                    return
+                yield frame
+        finally:
+            self.leases.end(lease.lease_id)
+
+    def put(self, frames: Iterator[pb.PutFrame]) -> pb.PutResponse:
+        """Stores a stream of objects; as `Writer.put`."""
+        return self._writer.put(_checked(frames))
+
+    def stats(self) -> pb.StatsResponse:
+        """Counters and sizes, as of now."""
+        figures = self.catalog.figures()
+        redis = self.tiers.redis_status()
+        fields = set(pb.StatsResponse.DESCRIPTOR.fields_by_name)
+        known = {name: value for name, value in figures.items() if name in fields}
+        known["integrity_errors"] = figures.get("integrity_errors", 0) + int(
+            redis.get("integrity_errors", 0)
+        )
+        tiers = {"cpu": pb.TIER_CPU, "redis": pb.TIER_REDIS}
+        return pb.StatsResponse(
+            **known,
+            tiers=[
+                pb.TierBytes(tier=tiers[tier], kind=pb.Kind.ValueType(kind), objects=n, bytes=size)
+                for (tier, kind), (n, size) in sorted(self.catalog.tier_figures().items())
+            ],
+            pool_bytes=self.tiers.pool_bytes,
+            pool_used_bytes=self.tiers.used_bytes,
+            pinned_bytes=self.tiers.pinned_bytes,
+            leases=len(self.leases),
+            redis_healthy=bool(redis.get("healthy", False)),
+        )
+
+    def describe(self, version: str) -> pb.DescribeResponse:
+        """What this store is, and every setting in force; secrets are left out."""
+        settings = {k: str(v) for k, v in self.config.model_dump().items() if k != "redis_url"}
+        settings["redis_url"] = _without_password(self.config.redis_url)
+        settings["effective_pool_bytes"] = str(self.tiers.pool_bytes)
+        spaces = []
+        for namespace, (blocks, geometry) in self.catalog.namespaces().items():
+            per_row = {kind: g.payload_bytes(1) for kind, g in geometry.items()}
+            spaces.append(
+                pb.NamespaceInfo(
+                    namespace=namespace,
+                    blocks=blocks,
+                    kv_bytes_per_token=per_row.get(Kind.KV, 0),
+                    hidden_bytes_per_token=per_row.get(Kind.HIDDEN, 0),
+                    checkpoint_bytes=per_row.get(Kind.CHECKPOINT, 0),
+                )
+            )
+        return pb.DescribeResponse(
+            version=version,
+            boot_id=self.boot_id,
+            started_at_s=self.started_at_s,
+            settings=settings,
+            namespaces=spaces,
+        )
+
+    def close(self) -> None:
+        """Gives back memory and connections; what is in Redis stays there."""
+        self._closing.set()
+        if self._background.is_alive():
+            self._background.join()
+        self.tiers.close()
+        if self.manifests is not None:
+            self.manifests.close()
+
+    def _restore(self) -> bool:
+        try:
+            listed = self.catalog.restore()
+        except StoreUnavailable as error:
+            logger.warning("nothing restored yet, Redis can not be read: %s", error)
+            return False
+        if listed:
+            logger.info("restored %d objects from Redis", listed)
+        return True
+
+    def _tick(self) -> None:
+        """Ends stalled leases, and restores from Redis once it can be read."""
+        interval_s = min(0.5, self.leases.stall_limit_s / 2)
+        while not self._closing.wait(interval_s):
+            self.leases.expire()
+            if not self._restored and self.tiers.redis_status().get("healthy"):
+                self._restored = self._restore()
+
+
+def _manifests(config: StoreConfig) -> Manifests | None:
+    if config.redis_url is None:
+        return None
+    return Manifests(
+        config.redis_url, config.redis_prefix, config.manifest_ttl_s, config.redis_timeout_s
+    )
+
+
+def _check_namespace(namespace: bytes) -> None:
+    if len(namespace) != DIGEST_BYTES * 4:
+        raise InvalidRequest(f"namespace has {len(namespace)} bytes, wanted 32")
+
+
+def _checked(frames: Iterable[pb.PutFrame]) -> Iterator[pb.PutFrame]:
+    for frame in frames:
+        if frame.WhichOneof("frame") == "begin":
+            _check_namespace(frame.begin.namespace)
+        yield frame
+
+
+def _runs(found: Match, kind: Kind) -> list[pb.Run]:
+    """Run-length coding of what exists of a kind along the matched prefix."""
+    runs: list[pb.Run] = []
+    for node in found.path:
+        for record in [node.kv] if kind is Kind.KV else node.hidden:
+            if record is None or not record.exists or record.first_token >= found.matched_tokens:
+                continue
+            tier = pb.TIER_CPU if record.in_cpu else pb.TIER_REDIS
+            end = min(record.end_token, found.matched_tokens)
+            last = runs[-1] if runs else None
+            same = (record.first_token, tier, int(record.provenance))
+            if last is not None and (last.end_token, last.tier, int(last.provenance)) == same:
+                last.end_token = end
+                continue
+            runs.append(
+                pb.Run(
+                    kind=pb.Kind.ValueType(kind),
+                    tier=tier,
+                    provenance=pb.Provenance.ValueType(record.provenance),
+                    first_token=record.first_token,
+                    end_token=end,
+                )
+            )
+    return runs
+
+
+def _checkpoint(record: Record) -> pb.Checkpoint:
+    return pb.Checkpoint(
+        token=record.end_token,
+        tier=pb.TIER_CPU if record.in_cpu else pb.TIER_REDIS,
+        provenance=pb.Provenance.ValueType(record.provenance),
+        size_bytes=record.size,
+        prefix_hash=record.name.prefix_hash,
+    )
+
+
+def _without_password(url: str | None) -> str:
+    if url is None:
+        return "none"
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}"
+
+
+def prepare_socket(address: str) -> None:
+    """Makes the folder of a Unix socket, private to this user, and clears a dead socket away."""
+    if address.startswith("unix:"):
+        path = address.removeprefix("unix:").removeprefix("//")
+        os.makedirs(os.path.dirname(path) or ".", mode=0o700, exist_ok=True)
+        if os.path.exists(path):
+            os.unlink(path)

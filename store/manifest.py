@@ -1,0 +1,196 @@
+"""Manifests in Redis: the commit marker of every payload there, and the index's memory.
+
+One hash per block. Its fields say what the block is and which of its objects are in Redis; a field
+is written after the payload it speaks of, and taken away before it. A payload without its field
+does not exist. The hash lives shorter than the payloads, so that what it names can be read.
+
+    field       value
+    b           first token, parent hash, page hashes, running digests
+    k           the kv object
+    0 to 3      the hidden object of that page
+    c<token>:<digest>  the checkpoint after <token> tokens, whose prefix ends in a block after this
+                one; the last token's digest tells siblings apart
+
+Every value ends with a seal over the key, the field and itself, so that a manifest that is damaged
+or lies under another's key is a miss. No token ids and no salts are in it: a namespace is a digest,
+tokens are running digests.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import redis
+from blake3 import blake3
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from tailreplay.store.chain import DIGEST_BYTES
+from tailreplay.store.errors import StoreUnavailable
+from tailreplay.store.index import Block
+from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Provenance
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+_BLOCK = struct.Struct("<IB32s")
+_ENTRY = struct.Struct("<QB")
+_STATE = struct.Struct("<32s8s")
+_SCAN_COUNT = 1000
+_SEAL_BYTES = 8
+_PAGE_BYTES = PAGE_TOKENS * DIGEST_BYTES
+_MAX_PAGES = KV_BLOCK_TOKENS // PAGE_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One object of a block that is in Redis.
+
+    Attributes:
+        field: which object, as in the module's table.
+        size: its bytes, header included.
+        provenance: exact or approximate.
+        state_hash: prefix hash of a checkpoint; empty for other kinds.
+        state_digest: running digest of a checkpoint's last token; empty for other kinds.
+    """
+
+    field: str
+    size: int
+    provenance: Provenance
+    state_hash: bytes = b""
+    state_digest: bytes = b""
+
+
+class Manifests:
+    """Reads and writes manifests. Thread-safe; every call is bounded by the socket timeout.
+
+    Args:
+        url: `redis://[user:password@]host:port` or `unix:///path`.
+        key_prefix: in front of every key.
+        ttl_s: life of a manifest; shorter than that of payloads.
+        timeout_s: longest wait for one answer.
+    """
+
+    def __init__(self, url: str, key_prefix: str, ttl_s: float, timeout_s: float) -> None:
+        # One attempt per call: the store decides what a failure means, not the client library.
+        self._redis = redis.Redis.from_url(
+            url,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 0),
+        )
+        self._prefix = key_prefix.encode() + b"m:"
+        self._ttl_ms = int(ttl_s * 1000)
+
+    def commit(self, entries: Iterable[tuple[Block, Entry]]) -> None:
+        """Makes payloads that are in Redis findable.
+
+        Raises:
+            StoreUnavailable: Redis did not take all of it.
+        """
+        pipe = self._redis.pipeline(transaction=False)
+        for block, entry in entries:
+            key = self._key(block.namespace, block.prefix_hash)
+            fields = {"b": _pack_block(block), entry.field: _pack_entry(entry)}
+            pipe.hset(key, mapping={f: v + _seal(key, f.encode(), v) for f, v in fields.items()})
+            pipe.pexpire(key, self._ttl_ms)
+        _run(pipe.execute, "manifests")
+
+    def forget(self, entries: Iterable[tuple[Block, str]]) -> None:
+        """Takes fields away; the payloads behind them count as gone from then on.
+
+        Raises:
+            StoreUnavailable: Redis did not take all of it.
+        """
+        pipe = self._redis.pipeline(transaction=False)
+        for block, field in entries:
+            pipe.hdel(self._key(block.namespace, block.prefix_hash), field)
+        _run(pipe.execute, "manifests")
+
+    def load(self) -> list[tuple[Block, list[Entry]]]:
+        """Every manifest, ordered so that a block comes after the one before it.
+
+        Raises:
+            StoreUnavailable: Redis can not be read.
+        """
+        found = cast(
+            "list[tuple[Block, list[Entry]]]", _run(lambda: list(self._scan()), "manifests")
+        )
+        return sorted(found, key=lambda item: (item[0].first_token, len(item[0].digests) > 0))
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._redis.close()
+
+    def _scan(self) -> Iterator[tuple[Block, list[Entry]]]:
+        keys: list[bytes] = []
+        for key in self._redis.scan_iter(match=self._prefix + b"*", count=_SCAN_COUNT):
+            keys.append(key)
+            if len(keys) == _SCAN_COUNT:
+                yield from self._read(keys)
+                keys = []
+        yield from self._read(keys)
+
+    def _read(self, keys: Sequence[bytes]) -> Iterator[tuple[Block, list[Entry]]]:
+        pipe = self._redis.pipeline(transaction=False)
+        for key in keys:
+            pipe.hgetall(key)
+        for key, fields in zip(keys, pipe.execute(), strict=True):
+            manifest = _unpack(key[len(self._prefix) :], _unsealed(key, fields))
+            if manifest is not None:
+                yield manifest
+
+    def _key(self, namespace: bytes, prefix_hash: bytes) -> bytes:
+        return self._prefix + namespace + prefix_hash
+
+
+def _run(call: object, what: str) -> object:
+    try:
+        return call()  # type: ignore[operator]  # a bound method or a lambda without arguments
+    except redis.RedisError as error:
+        raise StoreUnavailable(f"Redis did not take or give {what}: {error}") from error
+
+
+def _pack_block(block: Block) -> bytes:
+    head = _BLOCK.pack(block.first_token, len(block.page_hashes), block.parent_hash)
+    return head + b"".join(block.page_hashes) + block.digests
+
+
+def _pack_entry(entry: Entry) -> bytes:
+    packed = _ENTRY.pack(entry.size, entry.provenance)
+    return packed + (_STATE.pack(entry.state_hash, entry.state_digest) if entry.state_hash else b"")
+
+
+def _seal(key: bytes, field: bytes, value: bytes) -> bytes:
+    hasher = blake3(len(key).to_bytes(4, "little") + key)
+    return hasher.update(len(field).to_bytes(4, "little") + field + value).digest(
+        length=_SEAL_BYTES
+    )
+
+
+def _unsealed(key: bytes, fields: dict[bytes, bytes]) -> dict[bytes, bytes]:
+    """Values whose seal fits, without it."""
+    parts = {f: (v[:-_SEAL_BYTES], v[-_SEAL_BYTES:]) for f, v in fields.items()}
+    return {f: value for f, (value, seal) in parts.items() if seal == _seal(key, f, value)}
+
+
+def _unpack(names: bytes, fields: dict[bytes, bytes]) -> tuple[Block, list[Entry]] | None:
+    """A manifest read back; None when it is damaged, which makes it a miss."""
+    try:
+        first, pages, parent = _BLOCK.unpack_from(fields[b"b"])
+        at = _BLOCK.size + 32 * pages
+        hashes = tuple(fields[b"b"][i : i + 32] for i in range(_BLOCK.size, at, 32))
+        block = Block(names[:32], names[32:], parent, first, fields[b"b"][at:], hashes)
+        if len(names) != 64 or pages > _MAX_PAGES or len(block.digests) > pages * _PAGE_BYTES:
+            return None
+        return block, [_entry(k, v) for k, v in fields.items() if k != b"b"]
+    except (KeyError, ValueError, struct.error):
+        return None
+
+
+def _entry(field: bytes, value: bytes) -> Entry:
+    size, provenance = _ENTRY.unpack_from(value)
+    state = _STATE.unpack_from(value, _ENTRY.size) if field.startswith(b"c") else (b"", b"")
+    return Entry(field.decode("ascii"), size, Provenance(provenance), *state)

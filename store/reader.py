@@ -1,0 +1,280 @@
+"""Fetch: sends rows of stored objects in the order asked for, pinning a window at a time."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from tailreplay.proto import store_pb2 as pb
+from tailreplay.store.checksum import crc32c
+from tailreplay.store.errors import IntegrityError, InvalidRequest
+from tailreplay.store.header import Header, parse_header
+from tailreplay.store.objects import Kind, ObjectName
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+
+    from tailreplay.store.catalog import Catalog
+    from tailreplay.store.index import Node, Record
+    from tailreplay.store.tiers import Pinned, Tiers
+
+    Reason: TypeAlias = pb.MissReason.ValueType
+
+logger = logging.getLogger(__name__)
+
+MAX_FRAME_BYTES = 2 << 20
+"""Most payload in one frame, bytes; far below gRPC's message limit of 16 MiB."""
+
+_MAX_WINDOW_OBJECTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Rows [first, end) of one object for one range; `record` is None where nothing is known."""
+
+    number: int
+    wanted: pb.Range
+    record: Record | None
+    first: int
+    end: int
+    last: bool
+
+
+class Reader:
+    """Serves Fetch streams.
+
+    Args:
+        catalog: what exists.
+        tiers: where it is.
+        window_bytes: bytes of objects pinned at a time.
+        timeout_s: longest wait for one window to come from Redis.
+        before_rows: called before the rows of each piece are sent; tests hold bulk rows back here.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        tiers: Tiers,
+        *,
+        window_bytes: int,
+        timeout_s: float,
+        before_rows: Callable[[Kind], None] | None = None,
+    ) -> None:
+        self._catalog = catalog
+        self._tiers = tiers
+        self._window_bytes = window_bytes
+        self._timeout_s = timeout_s
+        self._before_rows = before_rows
+
+    def frames(self, request: pb.FetchRequest) -> Iterator[pb.FetchFrame]:
+        """Frames that answer a request, after the lease frame.
+
+        Raises:
+            InvalidRequest: a range is empty, backwards or of no kind.
+        """
+        path = self._catalog.path(request.namespace, request.leaf)
+        pieces: list[_Piece] = []
+        for number, wanted in enumerate(request.ranges):
+            pieces += self._pieces(request.namespace, path, number, wanted)
+        dead: set[int] = set()
+        for window in _windows(pieces, self._window_bytes):
+            yield from self._send_window(window, dead)
+
+    def _pieces(
+        self, namespace: bytes, path: Sequence[Node], number: int, wanted: pb.Range
+    ) -> list[_Piece]:
+        first, end = wanted.first_token, wanted.end_token
+        if first >= end or int(wanted.kind) not in set(Kind):
+            raise InvalidRequest(
+                f"range {number} is {pb.Kind.Name(wanted.kind)} [{first}, {end}), "
+                "wanted a kind and first_token < end_token"
+            )
+        if int(wanted.kind) == Kind.CHECKPOINT:
+            name = ObjectName(namespace, Kind.CHECKPOINT, wanted.prefix_hash)
+            return [_Piece(number, wanted, self._catalog.record(name), first, end, last=True)]
+        pieces, at = [], first
+        for record in _records_on(path, Kind(wanted.kind)):
+            if record.end_token <= at or at >= end:
+                continue
+            stop = min(record.end_token, end)
+            pieces.append(_Piece(number, wanted, record, at, stop, last=stop == end))
+            at = stop
+        if at < end:
+            pieces.append(_Piece(number, wanted, None, at, end, last=True))
+        return pieces
+
+    def _send_window(self, window: Sequence[_Piece], dead: set[int]) -> Iterator[pb.FetchFrame]:
+        live = [p for p in window if p.number not in dead]
+        pinned, reason = self._pin(live)
+        headers: dict[ObjectName, Header] = {}
+        try:
+            for piece in live:
+                if piece.number in dead:
+                    continue
+                if self._before_rows is not None:
+                    self._before_rows(Kind(piece.wanted.kind))
+                why = yield from self._send_piece(piece, pinned, headers, reason)
+                if why:
+                    dead.add(piece.number)
+                    yield _missing(piece, why)
+                elif piece.last:
+                    yield pb.FetchFrame(range_end=pb.RangeEnd(range=piece.number))
+        finally:
+            self._tiers.unpin(pinned.values())
+
+    def _pin(self, window: Sequence[_Piece]) -> tuple[dict[ObjectName, Pinned], Reason]:
+        """Pins a window's objects; the reason is what the absence of one of them means."""
+        records = {p.record.name: p.record for p in window if p.record is not None}
+        wanted = [r for r in records.values() if r.exists]
+        loading = sum(r.size for r in wanted if not r.in_cpu)
+        if loading and self._tiers.pool_bytes - self._tiers.used_bytes < loading:
+            self._catalog.make_room(loading)
+        damaged = self._integrity_errors()
+        urgent = any(int(p.wanted.kind) != Kind.KV for p in window)
+        got = self._tiers.pin(
+            [(r.name, r.size) for r in wanted], urgent=urgent, timeout_s=self._timeout_s
+        )
+        pinned = {p.name: p for p in got if p is not None}
+        self._catalog.loaded([r for r in wanted if r.name in pinned])
+        if len(pinned) == len(wanted):
+            return pinned, pb.MISS_REASON_EVICTED
+        absent = [r for r in wanted if r.name not in pinned]
+        return pinned, self._give_up(absent, damaged)
+
+    def _give_up(self, absent: Sequence[Record], damaged: int) -> Reason:
+        """Drops records whose payload is really gone; says why it is not there."""
+        status = self._tiers.redis_status()
+        if status.get("configured") and not status.get("healthy"):
+            # What can not be read now may be there later.
+            self._catalog.left_cpu(absent)
+            return pb.MISS_REASON_DEADLINE
+        for record in absent:
+            self._catalog.lost(record)
+        if self._integrity_errors() > damaged:
+            return pb.MISS_REASON_INTEGRITY
+        return pb.MISS_REASON_EVICTED
+
+    def _integrity_errors(self) -> int:
+        return int(self._tiers.redis_status().get("integrity_errors", 0))
+
+    def _send_piece(
+        self,
+        piece: _Piece,
+        pinned: dict[ObjectName, Pinned],
+        headers: dict[ObjectName, Header],
+        absent: Reason,
+    ) -> Generator[pb.FetchFrame, None, Reason]:
+        """Sends one piece's rows; returns why it could not, or 0."""
+        record = piece.record
+        held = pinned.get(record.name) if record is not None else None
+        if record is None or held is None:
+            return absent
+        header = headers.get(record.name)
+        if header is None:
+            try:
+                header = headers[record.name] = _header_of(held.data, record)
+            except IntegrityError as error:
+                logger.warning("dropped a damaged object: %s", error)
+                self._catalog.count("integrity_errors")
+                self._catalog.lost(record)
+                self._tiers.delete([record.name])
+                return pb.MISS_REASON_INTEGRITY
+        for frame in _rows(piece, record, held, header):
+            self._catalog.count("served_bytes", len(frame.rows.data))
+            yield frame
+        return pb.MISS_REASON_UNSPECIFIED
+
+
+def _records_on(path: Iterable[Node], kind: Kind) -> Iterator[Record]:
+    for node in path:
+        if kind is Kind.HIDDEN:
+            yield from node.hidden
+        elif node.kv is not None:
+            yield node.kv
+
+
+def _windows(pieces: Iterable[_Piece], window_bytes: int) -> Iterator[list[_Piece]]:
+    """Cuts pieces, in order, into runs whose distinct objects fit the window; never an empty one.
+
+    A window holds one urgency only, so that hiddens never wait behind keys and values.
+    """
+    window: list[_Piece] = []
+    held: set[ObjectName] = set()
+    size = 0
+    for piece in pieces:
+        record = piece.record
+        extra = record.size if record is not None and record.name not in held else 0
+        full = size + extra > window_bytes or len(held) >= _MAX_WINDOW_OBJECTS
+        if window and (full or window[-1].wanted.kind != piece.wanted.kind):
+            yield window
+            window, held, size = [], set(), 0
+            extra = record.size if record is not None else 0
+        window.append(piece)
+        size += extra
+        if record is not None:
+            held.add(record.name)
+    if window:
+        yield window
+
+
+def _header_of(data: memoryview, record: Record) -> Header:
+    header = parse_header(data)
+    found = (header.name, header.first_token, header.rows)
+    if found != (record.name, record.first_token, record.rows):
+        raise IntegrityError(
+            f"{record.name.kind.name} object at {record.first_token} holds rows "
+            f"[{header.first_token}, {header.end_token}) of another prefix or position"
+        )
+    if header.header_bytes + header.payload_bytes != len(data):
+        raise IntegrityError(
+            f"object has {len(data)} bytes, wanted {header.header_bytes + header.payload_bytes}"
+        )
+    return header
+
+
+def _rows(piece: _Piece, record: Record, held: Pinned, header: Header) -> Iterator[pb.FetchFrame]:
+    """Frames with a piece's rows, unit-major, each at most MAX_FRAME_BYTES unless one unit is more.
+
+    Rows that were not asked for never leave the store, so a reader of a shared prefix sees nothing
+    of the sibling whose block it shares.
+    """
+    row_bytes, unit_rows = header.geometry.row_bytes, header.rows
+    first_unit = piece.wanted.first_unit
+    end_unit = first_unit + (piece.wanted.units or header.geometry.units - first_unit)
+    if not 0 <= first_unit < end_unit <= header.geometry.units:
+        raise InvalidRequest(
+            f"range {piece.number} wants units [{first_unit}, {end_unit}) of "
+            f"{header.geometry.units}"
+        )
+    skip = (piece.first - record.first_token) * row_bytes
+    size = (piece.end - piece.first) * row_bytes
+    step = max(1, MAX_FRAME_BYTES // size)
+    for unit in range(first_unit, end_unit, step):
+        units = min(step, end_unit - unit)
+        starts = (
+            header.header_bytes + u * unit_rows * row_bytes + skip
+            for u in range(unit, unit + units)
+        )
+        data = b"".join(held.data[start : start + size] for start in starts)
+        rows = pb.Rows(
+            range=piece.number,
+            first_unit=unit,
+            units=units,
+            first_token=piece.first,
+            rows=piece.end - piece.first,
+            data=data,
+            crc32c=crc32c(data),
+            tier=pb.TIER_CPU if held.source == "cpu" else pb.TIER_REDIS,
+            row_bytes=row_bytes,
+            prefix_hash=record.name.prefix_hash,
+        )
+        yield pb.FetchFrame(rows=rows)
+
+
+def _missing(piece: _Piece, reason: Reason) -> pb.FetchFrame:
+    return pb.FetchFrame(
+        missing=pb.Missing(
+            range=piece.number, first_token=piece.first, end_token=piece.end, reason=reason
+        )
+    )

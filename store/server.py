@@ -1,0 +1,127 @@
+"""A store behind a gRPC server, with standard health and reflection."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from tailreplay.proto import store_pb2 as pb
+from tailreplay.proto import store_pb2_grpc as rpc
+from tailreplay.store.config import StoreConfig
+from tailreplay.store.core import Store, prepare_socket
+from tailreplay.store.errors import StoreUnavailable
+from tailreplay.store.service import StoreService
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tailreplay.store.objects import Kind
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 16 << 20
+"""Largest message either side accepts, bytes."""
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Store"].full_name
+
+
+class StoreServer:
+    """One listening store; serves from construction until `stop`.
+
+    Args:
+        config: settings; `listen` with port 0 takes any free port.
+        before_rows: as in `Store`.
+
+    Attributes:
+        address: where clients reach it.
+        store: what it serves.
+
+    Raises:
+        StoreUnavailable: the address is taken.
+        LimitExceeded: there is no room for a pool.
+    """
+
+    def __init__(
+        self, config: StoreConfig, *, before_rows: Callable[[Kind], None] | None = None
+    ) -> None:
+        self.store = Store(config, before_rows=before_rows)
+        try:
+            self._server, self.address = self._listen(config)
+        except BaseException:
+            self.store.close()
+            raise
+        self._server.start()
+        logger.info(
+            "serving at %s: pool %d bytes, redis %s",
+            self.address,
+            self.store.tiers.pool_bytes,
+            "on" if config.redis_url else "off",
+        )
+
+    def _listen(self, config: StoreConfig) -> tuple[grpc.Server, str]:
+        server = grpc.server(
+            ThreadPoolExecutor(config.max_workers, thread_name_prefix="store-rpc"),
+            options=[
+                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.so_reuseport", 0),
+            ],
+        )
+        rpc.add_StoreServicer_to_server(StoreService(self.store), server)
+        self._health = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        for name in ("", SERVICE_NAME):
+            self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        reflection.enable_server_reflection(
+            [SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME], server
+        )
+        prepare_socket(config.listen)
+        try:
+            port = server.add_insecure_port(config.listen)
+        except RuntimeError as error:
+            raise StoreUnavailable(f"can not listen at {config.listen!r}: {error}") from error
+        if config.listen.startswith("unix:"):
+            return server, config.listen
+        return server, f"{config.listen.rpartition(':')[0]}:{port}"
+
+    def wait(self) -> None:
+        """Blocks until the server has been stopped."""
+        self._server.wait_for_termination()
+
+    def stop(self, grace_s: float = 1.0) -> None:
+        """Refuses new calls, lets running ones end for `grace_s` seconds, then closes the store."""
+        self._health.enter_graceful_shutdown()
+        self._server.stop(grace_s).wait()
+        self.store.close()
+
+
+@contextmanager
+def serve_in_thread(
+    *, before_rows: Callable[[Kind], None] | None = None, **settings: object
+) -> Iterator[StoreServer]:
+    """A store in this process, for tests and notebooks.
+
+    Args:
+        before_rows: as in `Store`.
+        **settings: fields of `StoreConfig`; without `listen` it takes a socket in a fresh folder,
+            without `pool_bytes` 64 MiB.
+
+    Yields:
+        The server; its `address` is what clients want.
+    """
+    with tempfile.TemporaryDirectory(prefix="tailreplay-") as folder:
+        settings.setdefault("listen", f"unix://{os.path.join(folder, 'store.sock')}")
+        settings.setdefault("pool_bytes", 64 << 20)
+        server = StoreServer(StoreConfig.model_validate(settings), before_rows=before_rows)
+        try:
+            yield server
+        finally:
+            server.stop()
