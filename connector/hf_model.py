@@ -229,8 +229,9 @@ class HybridModel:
 
         Neither reads nor needs KV or other groups: the order of groups and of loading is free.
         From a zero state (`initial` None) the result is exact if `rows` starts at token 0, else
-        approximate, the better the more rows; and with fewer than 4 rows the conv state is wrong
-        too, because zeros stand where inputs belong. From `initial` it is exact, for any rows.
+        approximate, the better the more rows; with fewer than 4 rows don't count on the conv
+        states either, for zeros stand where inputs belong (below `conv_width` rows even in the
+        first layer). From `initial` it is exact, for any number of rows.
 
         Args:
             group: one of `groups`.
@@ -245,16 +246,14 @@ class HybridModel:
                 has a state although `initial` is None.
         """
         x = self._group_input(group, rows)
-        initial = self._group_initial(group, cache, initial)
+        start = self._group_start(group, cache, initial)
+        *through, last = group.linear_layers
         with torch.no_grad():
-            for layer in group.linear_layers[:-1]:
-                self.set_states(cache, {layer: initial[layer]} if initial else {})
+            for layer in through:
+                if layer in start:
+                    self.set_states(cache, {layer: start[layer]})
                 x = self._run_layer(layer, x, cache)
-            last = group.linear_layers[-1]
-            module = self._layers[last]
-            normed = module.input_layernorm(x)[0]
-            weights = _state_weights(module.linear_attn)
-            self.set_states(cache, {last: final_state(weights, normed, initial.get(last))})
+            self.set_states(cache, {last: self._final_state(last, x, start.get(last))})
 
     def _run_layer(self, layer: int, x: Tensor, cache: DynamicCache) -> Tensor:
         # A linear layer has no use for positions, and without padding none for a mask.
@@ -265,6 +264,11 @@ class HybridModel:
             **{self._layer_cache_name: cache},
         )
         return _tensor(out)
+
+    def _final_state(self, layer: int, x: Tensor, initial: LinearState | None) -> LinearState:
+        module = self._layers[layer]
+        weights = _state_weights(module.linear_attn)
+        return final_state(weights, module.input_layernorm(x)[0], initial)
 
     def _group_input(self, group: ReplayGroup, rows: Tensor) -> Tensor:
         """Return the rows as the first layer's input `[1, k, D]`."""
@@ -279,7 +283,7 @@ class HybridModel:
         self._check(f"rows of source {group.source}", rows, shape, self.dtype)
         return rows[None]
 
-    def _group_initial(
+    def _group_start(
         self, group: ReplayGroup, cache: DynamicCache, initial: Mapping[int, LinearState] | None
     ) -> Mapping[int, LinearState]:
         """Check that the group can start from `initial`; empty means a zero state."""
@@ -301,7 +305,7 @@ class HybridModel:
         conv = slot.conv_states[0][0, :, -self.conv_width :].clone()
         return LinearState(conv, slot.recurrent_states[0][0].clone())
 
-    def _slot(self, cache: DynamicCache, layer: int, layers: Sequence[int], kind: str) -> Any:  # noqa: ANN401 - a cache layer of Transformers
+    def _slot(self, cache: DynamicCache, layer: int, layers: Sequence[int], kind: str) -> Any:  # noqa: ANN401
         if layer not in layers:
             raise ValueError(f"layer {layer} is no {kind} layer, wanted one of {tuple(layers)}")
         return cache.layers[layer]

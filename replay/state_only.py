@@ -56,8 +56,8 @@ def final_state(
     Returns:
         A state of its own memory: conv in the rows' dtype, recurrent in fp32.
 
-    Source: arXiv 2412.06464, section 3.4 and figure 1 (the layer); the decay is Mamba-2's,
-        arXiv 2405.21060, section 7: alpha = exp(-exp(A_log) softplus(a + dt_bias)).
+    Source: Gated DeltaNet, arXiv 2412.06464, section 3.4 and figure 1; the decay as in Mamba-2,
+        arXiv 2405.21060: g = -exp(A_log) softplus(a + dt_bias).
     """
     width, q_channels = weights.conv.shape[-1], weights.key_heads * weights.key_dim
     conv = None if initial_state is None else initial_state.conv
