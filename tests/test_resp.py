@@ -1,0 +1,211 @@
+"""The RESP connection, against a real Redis and against servers that answer nonsense."""
+
+import socket
+import threading
+from contextlib import closing, contextmanager
+
+import pytest
+
+from tailreplay.store.resp import RedisEndpoint, RespConnection, RespError
+
+MIB = 1 << 20
+
+
+def connect(url: str, *, read_timeout_s: float = 10) -> RespConnection:
+    return RespConnection(
+        RedisEndpoint.parse(url), connect_timeout_s=5, read_timeout_s=read_timeout_s
+    )
+
+
+@pytest.fixture
+def redis(redis_server):
+    with closing(connect(redis_server.url)) as connection:
+        yield connection
+
+
+@contextmanager
+def server_that_says(*replies: bytes):
+    """A server that answers the PING of each connection, and its next command with a reply."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            for reply in replies:
+                peer, _ = listener.accept()
+                with peer:
+                    peer.recv(65536)
+                    peer.sendall(b"+PONG\r\n")
+                    peer.recv(65536)
+                    peer.sendall(reply)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with closing(connect(f"redis://127.0.0.1:{listener.getsockname()[1]}")) as c:
+            yield c
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("url", "address", "username", "password"),
+    [
+        ("redis://cache:7000", ("cache", 7000), "", ""),
+        ("redis://cache", ("cache", 6379), "", ""),
+        ("redis://:s%40cret@cache:1", ("cache", 1), "", "s@cret"),
+        ("redis://me:secret@[::1]:1", ("::1", 1), "me", "secret"),
+        ("unix:///run/redis.sock", "/run/redis.sock", "", ""),
+        ("unix://me:secret@/run/redis.sock", "/run/redis.sock", "me", "secret"),
+    ],
+)
+def test_endpoints_are_read_from_urls_and_hide_their_password(url, address, username, password):
+    endpoint = RedisEndpoint.parse(url)
+    assert endpoint == RedisEndpoint(address, username, password)
+    assert "cret" not in f"{endpoint} {endpoint!r}"
+
+
+@pytest.mark.parametrize(
+    "url", ["rediss://u:secret@h", "redis://u:secret@h/3", "redis://", "unix://", "h:6379", ""]
+)
+def test_other_urls_are_refused_without_their_password(url):
+    with pytest.raises(ValueError, match="wanted redis://") as refused:
+        RedisEndpoint.parse(url)
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("size", [0, 1, 8191, 8192, 8193, 3 * MIB + 7])
+def test_a_value_goes_from_and_into_the_callers_memory(redis, size):
+    payload = bytes(i * 7 % 251 for i in range(size))
+    redis.set(b"key", [memoryview(b"head"), memoryview(payload)], ttl_ms=60_000)
+    head, body = bytearray(4), bytearray(size)
+    assert redis.get_into(b"key", [memoryview(head), memoryview(body)]) == 4 + size
+    assert (head, body) == (b"head", payload)
+    assert 0 < redis.call(b"PTTL", b"key") <= 60_000
+    assert redis.strlen([b"key", b"other"]) == [4 + size, 0]
+
+
+@pytest.mark.redis
+def test_a_unix_socket_serves_as_well(start_redis):
+    with closing(connect(start_redis(unix=True).url)) as redis:
+        assert redis.call(b"PING") == "PONG"
+
+
+@pytest.mark.redis
+def test_an_absent_key_is_none(redis):
+    assert redis.get_into(b"key", [memoryview(bytearray(4))]) is None
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("size", [3, 5, 2 * MIB])
+def test_a_value_of_another_length_is_told_and_the_next_command_works(redis, size):
+    redis.call(b"SET", b"key", bytes(size))
+    assert redis.get_into(b"key", [memoryview(bytearray(4))]) == size
+    assert redis.call(b"PING") == "PONG"
+
+
+@pytest.mark.redis
+def test_pipelines_longer_than_any_buffer_answer_in_order(redis):
+    keys = [b"key-%d" % i for i in range(3000)]
+    redis.pipeline([(b"SET", key, b"x" * 500) for key in keys[::2]])
+    assert redis.exists(keys) == [True, False] * 1500
+    assert redis.delete(keys) == 1500
+    assert not any(redis.exists(keys))
+
+
+@pytest.mark.redis
+def test_error_replies_have_a_code_and_leave_the_connection_open(redis):
+    redis.call(b"LPUSH", b"list", b"x")
+    with pytest.raises(RespError) as error:
+        redis.get_into(b"list", [memoryview(bytearray(4))])
+    assert (error.value.code, error.value.closed) == ("WRONGTYPE", False)
+    answers = redis.pipeline([(b"GET", b"list"), (b"LRANGE", b"list", b"0", b"-1"), (b"NONSENSE",)])
+    assert [getattr(a, "code", a) for a in answers] == ["WRONGTYPE", [b"x"], "ERR"]
+    assert redis.strlen([b"list"]) == [0]
+    assert redis.is_open
+
+
+@pytest.mark.redis
+def test_a_full_server_refuses_and_goes_on(redis):
+    redis.call(b"CONFIG", b"SET", b"maxmemory", b"1")
+    with pytest.raises(RespError) as error:
+        redis.set(b"key", [memoryview(bytes(MIB))], ttl_ms=60_000)
+    assert (error.value.code, error.value.closed) == ("OOM", False)
+    assert redis.call(b"PING") == "PONG"
+
+
+@pytest.mark.redis
+def test_a_password_opens_and_a_wrong_or_missing_one_does_not(start_redis):
+    address = start_redis(requirepass="secret").url.removeprefix("redis://")
+    for login, code in (("", "NOAUTH"), (":wrong@", "WRONGPASS"), ("nobody:secret@", "WRONGPASS")):
+        with pytest.raises(RespError) as error:
+            connect(f"redis://{login}{address}").connect()
+        assert (error.value.code, error.value.closed) == (code, True)
+    for login in (":secret@", "default:secret@"):
+        with closing(connect(f"redis://{login}{address}")) as redis:
+            assert redis.call(b"PING") == "PONG"
+
+
+@pytest.mark.redis
+def test_a_restarted_server_is_connected_anew(redis_server, redis):
+    redis.call(b"PING")
+    redis_server.kill()
+    for _ in range(2):
+        with pytest.raises(RespError) as error:
+            redis.call(b"PING")
+        assert error.value.closed
+        assert not redis.is_open
+    redis_server.start()
+    assert redis.call(b"PING") == "PONG"
+
+
+@pytest.mark.redis
+def test_a_frozen_server_times_out(redis_server):
+    with closing(connect(redis_server.url, read_timeout_s=0.1)) as redis:
+        redis.connect()
+        redis_server.pause()
+        with pytest.raises(RespError) as error:
+            redis.call(b"PING")
+        assert error.value.timed_out
+        redis_server.resume()
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        b"",
+        b"$",
+        b"$4\r\nab",
+        b"$4\r\nabcdXY",
+        b"$-2\r\n",
+        b"$four\r\n",
+        b"+OK\r\n",
+        b"*1\r\n$4\r\nabcd\r\n",
+        b"?\r\n",
+        b"\r\n",
+        b"-ERR cut",
+        b"x" * 70_000,
+    ],
+)
+def test_nonsense_for_a_value_closes_the_connection_and_the_next_is_fine(nonsense):
+    with server_that_says(nonsense, b"$4\r\nabcd\r\n") as connection:
+        with pytest.raises(RespError) as error:
+            connection.get_into(b"key", [memoryview(bytearray(4))])
+        assert error.value.closed
+        assert not connection.is_open
+        body = bytearray(4)
+        assert connection.get_into(b"key", [memoryview(body)]) == 4
+        assert body == b"abcd"
+
+
+@pytest.mark.parametrize("nonsense", [b"+QUEUED\r\n", b":1\r\n", b"$-1\r\n", b"+O"])
+def test_a_store_that_is_not_confirmed_failed(nonsense):
+    with server_that_says(nonsense) as connection:
+        with pytest.raises(RespError) as error:
+            connection.set(b"key", [memoryview(b"abcd")], ttl_ms=1)
+        assert error.value.closed
+
+
+def test_another_thread_can_end_a_wait():
+    with server_that_says(b"") as connection:
+        connection.connect()
+        connection.abort()
+        with pytest.raises(RespError):
+            connection.call(b"PING")
