@@ -1,0 +1,320 @@
+"""Redis as an L2 tier of LMCache: what its controllers ask, spread over one or more servers.
+
+Stock `lmcache server` loads it as well:
+
+    --l2-adapter '{"type": "plugin", "module_path": "tailreplay.store.redis_l2",
+                   "class_name": "TailReplayRedisL2",
+                   "adapter_params": {"url": "redis://127.0.0.1:6379"}}'
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2AdapterListener, L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase, register_l2_adapter_type
+from lmcache.v1.distributed.l2_adapters.factory import register_l2_adapter_factory
+from lmcache.v1.memory_management import MemoryObj
+from lmcache.v1.platform import create_event_notifier
+
+from tailreplay.store.objects import Kind
+from tailreplay.store.redis_shard import RedisShard, ShardCounters, ShardSettings
+from tailreplay.store.resp import RedisEndpoint
+
+ADAPTER_TYPE = "tailreplay_redis"
+
+_URGENT_GROUPS = frozenset({int(Kind.HIDDEN), int(Kind.CHECKPOINT)})
+_DELETE_TIMEOUT_S = 5.0
+
+
+class WriteBackListener(L2AdapterListener):  # type: ignore[misc]  # untyped base
+    """A listener that also hears of objects that were not stored."""
+
+    @abstractmethod
+    def on_l2_keys_failed(self, keys: list[ObjectKey]) -> None:
+        """Objects of a finished store task are not in Redis."""
+
+
+@dataclass
+class TailReplayRedisL2Config(L2AdapterConfigBase):  # type: ignore[misc]  # untyped base
+    """Where the Redis servers are, and how to use them.
+
+    Attributes:
+        urls: one per server, as `RedisEndpoint.parse` reads them; never printed.
+        key_prefix: what every key starts with.
+        shard: per server.
+    """
+
+    urls: tuple[str, ...] = field(repr=False)
+    key_prefix: str = "tailreplay:o:"
+    shard: ShardSettings = field(default_factory=ShardSettings)
+
+    @classmethod
+    def from_dict(cls, d: Mapping[str, Any]) -> TailReplayRedisL2Config:
+        """Read LMCache's form: `url` or `urls`, `key_prefix`, and the fields of ShardSettings.
+
+        Raises:
+            ValueError: there is no URL, or a field that nobody knows.
+        """
+        given = {key: value for key, value in d.items() if key not in _LMCACHE_FIELDS}
+        urls = given.pop("urls", None) or ([url] if (url := given.pop("url", None)) else [])
+        if not urls:
+            raise ValueError("url or urls: no Redis server given")
+        for url in urls:
+            RedisEndpoint.parse(url)
+        prefix = given.pop("key_prefix", cls.key_prefix)
+        if unknown := set(given) - {f.name for f in fields(ShardSettings)}:
+            raise ValueError(f"unknown fields {sorted(unknown)}")
+        return cls(tuple(urls), prefix, ShardSettings(**given))
+
+    @classmethod
+    def help(cls) -> str:
+        """Return the fields, for LMCache's command line."""
+        return (
+            "url or urls (redis://[user:password@]host:port or unix:///path), key_prefix, "
+            + ", ".join(f"{f.name} (default {f.default})" for f in fields(ShardSettings))
+        )
+
+
+_LMCACHE_FIELDS = frozenset({"type", "affinity_tag", "shared", "eviction", "persist", "serde"})
+"""Fields of every adapter, which LMCache reads itself."""
+
+
+class _Task:
+    """A batch of keys in flight, done when each of them is."""
+
+    def __init__(self, keys: Sequence[ObjectKey], finish: Callable[[_Task], None]) -> None:
+        self.keys = list(keys)
+        self.succeeded = [False] * len(keys)
+        self._finish = finish
+        # State, under _lock: answers still due.
+        self._lock = threading.Lock()
+        self._due = len(keys)
+        if not keys:
+            finish(self)
+
+    def answer(self, positions: Sequence[int], succeeded: Sequence[bool]) -> None:
+        """Take note of some keys' outcomes; on a shard's thread."""
+        with self._lock:
+            for position, success in zip(positions, succeeded, strict=True):
+                self.succeeded[position] = success
+            self._due -= len(positions)
+            due = self._due
+        if not due:
+            self._finish(self)
+
+    def bitmap(self) -> Bitmap:
+        """Return the outcomes in LMCache's form."""
+        bitmap = Bitmap(len(self.keys))
+        for position, success in enumerate(self.succeeded):
+            if success:
+                bitmap.set(position)
+        return bitmap
+
+
+class TailReplayRedisL2(L2AdapterInterface):  # type: ignore[misc]  # untyped base
+    """Redis behind LMCache's L2 interface. Thread-safe, and no method waits but `delete`.
+
+    Urgent loads (hiddens and checkpoints, told by `object_group_id`) pass bulk loads, which pass
+    stores. Redis does not lock keys: a key that a lookup found may be gone at its load.
+
+    Args:
+        config: the configuration, or the dict that LMCache's plugin type passes.
+        l1_memory_desc: the pool, which needs no registration here.
+    """
+
+    def __init__(
+        self,
+        config: TailReplayRedisL2Config | Mapping[str, Any],
+        l1_memory_desc: L1MemoryDesc | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(config, TailReplayRedisL2Config):
+            config = TailReplayRedisL2Config.from_dict(config)
+        self._prefix = config.key_prefix
+        self._store_event = create_event_notifier()
+        self._lookup_event = create_event_notifier()
+        self._load_event = create_event_notifier()
+        self._task_ids = itertools.count()
+        # State, under _lock: finished tasks that nobody has asked for yet.
+        self._lock = threading.Lock()
+        self._stores: dict[int, L2StoreResult] = {}
+        self._lookups: dict[int, Bitmap] = {}
+        self._loads: dict[int, Bitmap] = {}
+        self._shards = [RedisShard(RedisEndpoint.parse(u), config.shard) for u in config.urls]
+
+    def get_store_event_fd(self) -> int:
+        """Return the descriptor that becomes readable when a store task is finished."""
+        return int(self._store_event.fileno())
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        """Return the descriptor that becomes readable when a lookup task is finished."""
+        return int(self._lookup_event.fileno())
+
+    def get_load_event_fd(self) -> int:
+        """Return the descriptor that becomes readable when a load task is finished."""
+        return int(self._load_event.fileno())
+
+    def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """Write objects, of any sizes, to Redis."""
+        task_id = next(self._task_ids)
+        sizes = [memory.get_size() for memory in objects]
+        task = _Task(keys, lambda task: self._finish_store(task_id, task, sizes))
+        for position, (key, memory) in enumerate(zip(keys, objects, strict=True)):
+            self._shard_of(key).store(
+                self._redis_key(key),
+                memoryview(memory.byte_array).cast("B"),
+                done=_answer_one(task, position),
+            )
+        return task_id
+
+    def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        """Return the finished store tasks, each once; one failed object makes its task failed."""
+        with self._lock:
+            finished, self._stores = self._stores, {}
+        return finished
+
+    def submit_lookup_and_lock_task(
+        self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
+    ) -> int:
+        """Ask which keys Redis has."""
+        task_id = next(self._task_ids)
+        task = _Task(keys, lambda task: self._finish_lookup(task_id, task))
+        for shard, positions in self._by_shard(keys).items():
+            shard.lookup(
+                [self._redis_key(keys[position]) for position in positions],
+                done=_answer_many(task, positions),
+            )
+        return task_id
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
+        """Return a finished lookup's answer, once; None while it runs."""
+        with self._lock:
+            return self._lookups.pop(task_id, None)
+
+    def submit_unlock(self, keys: list[ObjectKey]) -> None:
+        """Do nothing: nothing is locked in Redis."""
+
+    def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """Read objects, of any sizes, from Redis into the given memory."""
+        task_id = next(self._task_ids)
+        task = _Task(keys, lambda task: self._finish_load(task_id, task))
+        for position, (key, memory) in enumerate(zip(keys, objects, strict=True)):
+            self._shard_of(key).load(
+                self._redis_key(key),
+                memoryview(memory.byte_array).cast("B"),
+                urgent=key.object_group_id in _URGENT_GROUPS,
+                done=_answer_one(task, position),
+            )
+        return task_id
+
+    def query_load_result(self, task_id: int) -> Bitmap | None:
+        """Return a finished load's outcomes, once; None while it runs."""
+        with self._lock:
+            return self._loads.pop(task_id, None)
+
+    def delete(self, keys: list[ObjectKey]) -> None:
+        """Delete keys and wait for it; a server that is away keeps its keys until they expire."""
+        finished = threading.Event()
+        task = _Task(keys, lambda _: finished.set())
+        for shard, positions in self._by_shard(keys).items():
+            shard.delete(
+                [self._redis_key(keys[position]) for position in positions],
+                done=_answer_all(task, positions),
+            )
+        if finished.wait(_DELETE_TIMEOUT_S):
+            deleted = [key for key, ok in zip(keys, task.succeeded, strict=True) if ok]
+            self._notify_keys_deleted(deleted, [0] * len(deleted))
+
+    def report_status(self) -> dict[str, Any]:
+        """Report each server; healthy only while the last contact with every one worked."""
+        shards = [shard.status() for shard in self._shards]
+        return {
+            "is_healthy": all(shard["is_healthy"] for shard in shards),
+            "type": ADAPTER_TYPE,
+            "shards": shards,
+            **{f.name: sum(shard[f.name] for shard in shards) for f in fields(ShardCounters)},
+        }
+
+    def close(self) -> None:
+        """Stop; tasks under way fail, and no object's memory is touched afterwards."""
+        for shard in self._shards:
+            shard.close()
+        for event in (self._store_event, self._lookup_event, self._load_event):
+            event.close()
+
+    def _finish_store(self, task_id: int, task: _Task, sizes: Sequence[int]) -> None:
+        outcomes = list(zip(task.keys, sizes, task.succeeded, strict=True))
+        stored = [(key, size) for key, size, success in outcomes if success]
+        failed = [key for key, _, success in outcomes if not success]
+        # Before the task's end, after which the objects may be evicted from L1.
+        if stored:
+            self._notify_keys_stored([key for key, _ in stored], [size for _, size in stored])
+        if failed:
+            for listener in self._listeners:
+                if isinstance(listener, WriteBackListener):
+                    listener.on_l2_keys_failed(failed)
+        result = L2StoreResult(not failed, sum(size for _, size in stored))
+        with self._lock:
+            self._stores[task_id] = result
+        self._store_event.notify()
+
+    def _finish_lookup(self, task_id: int, task: _Task) -> None:
+        bitmap = task.bitmap()
+        with self._lock:
+            self._lookups[task_id] = bitmap
+        self._lookup_event.notify()
+
+    def _finish_load(self, task_id: int, task: _Task) -> None:
+        bitmap = task.bitmap()
+        self._notify_keys_accessed(bitmap.gather(task.keys))
+        with self._lock:
+            self._loads[task_id] = bitmap
+        self._load_event.notify()
+
+    def _by_shard(self, keys: Sequence[ObjectKey]) -> dict[RedisShard, list[int]]:
+        """Group the positions of keys by the shard that has them."""
+        positions: dict[RedisShard, list[int]] = {}
+        for position, key in enumerate(keys):
+            positions.setdefault(self._shard_of(key), []).append(position)
+        return positions
+
+    def _shard_of(self, key: ObjectKey) -> RedisShard:
+        """Rendezvous hash: a server that leaves takes only its own keys along."""
+        if len(self._shards) == 1:
+            return self._shards[0]
+        return max(self._shards, key=lambda shard: _weight(shard, key.chunk_hash))
+
+    def _redis_key(self, key: ObjectKey) -> bytes:
+        name = f"{key.model_name}@{key.kv_rank:08x}@{key.object_group_id:x}"
+        salt = f"@{key.cache_salt}" if key.cache_salt else ""
+        return f"{self._prefix}{name}@{key.chunk_hash.hex()}{salt}".encode()
+
+
+def _weight(shard: RedisShard, chunk_hash: bytes) -> bytes:
+    return hashlib.blake2b(str(shard.endpoint).encode() + b"\0" + chunk_hash).digest()
+
+
+def _answer_one(task: _Task, position: int) -> Callable[[bool], None]:
+    return lambda success: task.answer([position], [success])
+
+
+def _answer_all(task: _Task, positions: Sequence[int]) -> Callable[[bool], None]:
+    return lambda success: task.answer(positions, [success] * len(positions))
+
+
+def _answer_many(task: _Task, positions: Sequence[int]) -> Callable[[Sequence[bool]], None]:
+    return lambda successes: task.answer(positions, successes)
+
+
+register_l2_adapter_type(ADAPTER_TYPE, TailReplayRedisL2Config)
+register_l2_adapter_factory(ADAPTER_TYPE, TailReplayRedisL2)
