@@ -5,16 +5,29 @@ LMCache's own eviction is off. `put` says FULL, and the caller, who has the one 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import enum
 import logging
+import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.api import (
+    GroupedObjectKeys,
+    MemoryLayoutDesc,
+    ObjectKey,
+    PrefetchHandle,
+    PrefetchLockMode,
+    PrefetchResult,
+    PrefetchTaskSpec,
+)
 from lmcache.v1.distributed.config import (
     DRAML1ManagerConfig,
     EvictionConfig,
@@ -27,10 +40,24 @@ from lmcache.v1.distributed.l2_adapters.config import L2AdaptersConfig
 from lmcache.v1.distributed.storage_manager import StorageManager
 from lmcache.v1.memory_management import MemoryObj
 
-from tailreplay.store.objects import ObjectName
+from tailreplay.store.objects import Kind, ObjectName
+from tailreplay.store.redis_l2 import TailReplayRedisL2Config, WriteBackListener
 from tailreplay.store.shm_pool import ALIGN_BYTES, ShmPool
 
 logger = logging.getLogger(__name__)
+
+# It warns of every failed store with all of its keys; the write-back counts them.
+logging.getLogger("lmcache.v1.distributed.storage_controllers.store_controller").setLevel(
+    logging.ERROR
+)
+
+_SLICE_BYTES = 8 << 20
+"""Most that one load from Redis asks for: what is urgent waits for one at most."""
+_BULK_SLICES = 4
+"""Loads that one `pin` has in flight when it is not urgent."""
+_CLOSE_CHECK_S = 0.2
+
+Source = Literal["cpu", "redis"]
 
 _WRITE_TAG = "tailreplay"
 _LOCK_TTL_S = 24 * 3600
@@ -60,7 +87,7 @@ class Pinned:
 
     name: ObjectName
     data: memoryview = field(repr=False)
-    source: Literal["cpu", "redis"]
+    source: Source
     pool_offset: int
     _key: ObjectKey = field(repr=False)
     _pool_bytes: int = field(repr=False)
@@ -76,6 +103,7 @@ class Tiers:
         redis_url: `redis://[user:password@]host:port` or `unix:///path`; None for no Redis.
         on_redis_stored: called on a background thread once objects are in Redis.
         on_redis_failed: called there for objects that will not get to Redis.
+        redis_options: further fields of `TailReplayRedisL2Config.from_dict`.
 
     Raises:
         StoreUnavailable: a store with this identity is running.
@@ -90,22 +118,33 @@ class Tiers:
         redis_url: str | None,
         on_redis_stored: Callable[[Sequence[ObjectName]], None],
         on_redis_failed: Callable[[Sequence[ObjectName]], None],
+        redis_options: Mapping[str, object] | None = None,
     ) -> None:
+        redis = []
         if redis_url is not None:
-            raise NotImplementedError("Redis tier")
-        self._shm = ShmPool(identity)
-        try:
+            options = {"url": redis_url, **(redis_options or {})}
+            redis.append(TailReplayRedisL2Config.from_dict(options))
+        with contextlib.ExitStack() as undo:
+            self._shm = ShmPool(identity)
+            undo.callback(self._shm.close)
             self._l1, self._pool_bytes = self._shm.build(pool_bytes, self._construct_l1)
-        except BaseException:
-            self._shm.close()
-            raise
-        _touch(self._l1)
-        self._manager = _construct_manager(self._l1)
-        # State, under _lock: pins per object, the bytes that they hold, and whether we are closed.
+            undo.callback(self._l1.close)
+            _touch(self._l1)
+            self._manager = _construct_manager(self._l1, redis)
+            undo.pop_all()
+        # State, under _lock: pins per object, the bytes they hold, and deleted objects that
+        # somebody still reads.
         self._lock = threading.Lock()
-        self._closed = False
         self._pins: dict[ObjectKey, int] = {}
         self._pinned_bytes = 0
+        self._doomed: set[ObjectKey] = set()
+        self._closing = threading.Event()
+        self._late = ThreadPoolExecutor(1, "tailreplay-late")
+        self._redis = self._manager.l2_adapters()[0][1] if redis else None
+        self._write_back = _WriteBack(
+            on_redis_stored, on_redis_failed, self._unwanted, self._forget
+        )
+        self._manager.register_l2_listener(self._write_back)
 
     def _construct_l1(self, size_bytes: int) -> L1Manager:
         memory = L1MemoryManagerConfig(
@@ -150,6 +189,7 @@ class Tiers:
                 earlier object. When it raises, nothing becomes visible and the error passes on.
         """
         key = _key(name)
+        self._purge()
         error, memory = self._l1.reserve_write([key], [False], _layout(size), tag=_WRITE_TAG)[key]
         if memory is None:
             return PutOutcome.FULL if error is L1Error.OUT_OF_MEMORY else PutOutcome.EXISTS
@@ -158,7 +198,10 @@ class Tiers:
         except BaseException:
             self._l1.finish_write_and_delete([key], tag=_WRITE_TAG)
             raise
+        if self._redis is not None:
+            self._write_back.begin(key, size)
         self._l1.finish_write([key], tag=_WRITE_TAG)
+        self._note_overtaken(key, memory)
         return PutOutcome.STORED
 
     def pin(
@@ -170,9 +213,11 @@ class Tiers:
     ) -> list[Pinned | None]:
         """Bring objects into the CPU tier and hold them there until `unpin`.
 
+        What does not fit in the free part of the pool stays out; the others come all the same.
+
         Args:
             names_and_sizes: objects, and the bytes that each must have.
-            urgent: go before bulk work that waits for Redis.
+            urgent: ask Redis for everything at once, not slice by slice.
             timeout_s: how long to wait for Redis.
 
         Returns:
@@ -180,9 +225,20 @@ class Tiers:
             in the pool, or did not come in time.
         """
         keys = [_key(name) for name, _ in names_and_sizes]
-        found = self._l1.reserve_read(keys)  # one lock per occurrence
+        found = {key: memory for key, (_, memory) in self._l1.reserve_read(keys).items()}
+        loaded: dict[ObjectKey, Source] = {}
+        missing = {
+            key: size
+            for (_, size), key in zip(names_and_sizes, keys, strict=True)
+            if found[key] is None
+        }
+        if missing and self._redis is not None:
+            loaded = self._load(missing, urgent=urgent, deadline=time.monotonic() + timeout_s)
+            came = self._l1.reserve_read([key for key in keys if key in loaded])
+            found.update((key, memory) for key, (_, memory) in came.items())
+            self._l1.finish_read(list(loaded))
         return [
-            self._hold(name, size, key, "cpu", found[key][1])
+            self._hold(name, size, key, loaded.get(key, "cpu"), found[key])
             for (name, size), key in zip(names_and_sizes, keys, strict=True)
         ]
 
@@ -193,6 +249,7 @@ class Tiers:
             released = [p._key for p in batch if self._release(p)]
         if released:
             self._l1.finish_read(released)
+            self._purge()
 
     def resident(self, names: Sequence[ObjectName]) -> list[bool]:
         """Say for each object whether it is in the CPU tier."""
@@ -208,46 +265,171 @@ class Tiers:
         for key in map(_key, names):
             if (state := self._l1.get_object_state(key)) is not None:
                 sizes[key] = state.memory_obj.get_physical_size()
-        dropped = self._l1.delete(list(sizes))
-        return sum(sizes[key] for key, error in dropped.items() if error is L1Error.SUCCESS)
+        outcomes = self._l1.delete(list(sizes))
+        dropped = [key for key, error in outcomes.items() if error is L1Error.SUCCESS]
+        self._write_back.abandon(dropped)
+        return sum(sizes[key] for key in dropped)
 
     def delete(self, names: Sequence[ObjectName]) -> None:
-        """Drop objects from the CPU tier and from Redis."""
-        self._l1.delete([_key(name) for name in names])
+        """Drop objects from the CPU tier and from Redis.
+
+        One that is pinned disappears for everybody else at once, and for good with its last pin.
+        While Redis is away its copies stay there until they expire.
+        """
+        keys = [_key(name) for name in names]
+        with self._lock:
+            self._doomed.update(keys)
+        self._purge()
+        self._forget(keys)
 
     def redis_status(self) -> dict[str, Any]:
-        """Report how Redis is doing; `configured` is False when there is none."""
-        return {"configured": False}
+        """Report how Redis is doing.
+
+        Returns:
+            `configured`; with Redis also `healthy` (the last contact worked), `pending_objects` and
+            `pending_bytes` on their way there, the counters of `ShardCounters`, and `shards`.
+        """
+        if self._redis is None:
+            return {"configured": False, "healthy": False}
+        status = self._redis.report_status()
+        pending_objects, pending_bytes = self._write_back.pending()
+        return {
+            **status,
+            "configured": True,
+            "healthy": status["is_healthy"],
+            "pending_objects": pending_objects,
+            "pending_bytes": pending_bytes,
+        }
 
     def close(self) -> None:
-        """Stop, and give the pool's memory back. No `Pinned.data` may be touched afterwards."""
+        """Stop, and give the pool's memory back. No `Pinned.data` may be touched afterwards.
+
+        Takes about 2 s, which LMCache's threads sleep.
+        """
         with self._lock:
-            closed, self._closed = self._closed, True
-        if closed:
-            return
+            if self._closing.is_set():
+                return
+            self._closing.set()
+        self._late.shutdown()
         self._manager.close()
+        self._write_back.close()
         self._shm.close()
+
+    def _load(
+        self, sizes: dict[ObjectKey, int], *, urgent: bool, deadline: float
+    ) -> dict[ObjectKey, Source]:
+        """Bring objects from Redis into the pool.
+
+        Returns:
+            What came, each with one read lock.
+        """
+        waiting = deque(_slices(sizes))
+        in_flight: deque[_Load] = deque()
+        loaded: dict[ObjectKey, Source] = {}
+        most = len(sizes) if urgent else _BULK_SLICES
+        while waiting or in_flight:
+            while waiting and len(in_flight) < most:
+                fits = (self._free_bytes() - sum(x.bytes for x in in_flight)) // waiting[0].stride
+                if fits < len(waiting[0].keys) and (in_flight or not fits):
+                    break
+                part, rest = waiting.popleft().split(fits)
+                waiting.extendleft(rest)
+                in_flight.append(_Load(part, self._submit(part)))
+            if not in_flight:
+                waiting.popleft()  # it doesn't fit; another size may
+                continue
+            result = self._wait(in_flight[0].handle, deadline)
+            if result is None:
+                break
+            part = in_flight.popleft().part
+            came = _outcome(part, result)
+            loaded.update(came)
+            if not came and len(part.keys) > 1 and _was_found(result):
+                # Found and not loaded: there is no contiguous room for all of them.
+                first, rest = part.split(len(part.keys) // 2)
+                waiting.extendleft([*rest, first])
+        if in_flight:
+            with contextlib.suppress(RuntimeError):  # closing, when all locks go anyway
+                self._late.submit(self._collect_late, list(in_flight))
+        return loaded
+
+    def _submit(self, part: _Slice) -> PrefetchHandle:
+        group = GroupedObjectKeys(part.keys, part.keys[0].object_group_id, _layout(part.size))
+        return self._manager.submit_prefetch_task(
+            PrefetchTaskSpec([group], fetching_policy="full", lock_mode=PrefetchLockMode.LOCK)
+        )
+
+    def _wait(self, handle: PrefetchHandle, deadline: float) -> PrefetchResult | None:
+        while not self._closing.is_set():
+            left_s = deadline - time.monotonic()
+            if self._manager.wait_prefetch_status(handle, max(0.0, min(left_s, _CLOSE_CHECK_S))):
+                return self._manager.query_prefetch_status(handle)
+            if left_s <= 0:
+                return None
+        return None
+
+    def _collect_late(self, loads: Sequence[_Load]) -> None:
+        """Wait for loads that nobody waits for any more, and undo their locks."""
+        for load in loads:
+            result = self._wait(load.handle, math.inf)
+            if result is not None and (came := _outcome(load.part, result)):
+                self._l1.finish_read(list(came))
+
+    def _free_bytes(self) -> int:
+        return self._pool_bytes - self.used_bytes
+
+    def _note_overtaken(self, key: ObjectKey, memory: MemoryObj) -> None:
+        """Settle the write-back of an object that a load from Redis has put here meanwhile."""
+        if self._redis is None:
+            return
+        state = self._l1.get_object_state(key)
+        if state is not None and state.memory_obj is not memory:
+            self._write_back.on_l2_keys_stored([key], [])
+
+    def _unwanted(self, keys: Sequence[ObjectKey]) -> list[ObjectKey]:
+        """Return those of the keys that were deleted while they were being written to Redis.
+
+        A key in a store task is locked in the pool, and so it is still in _doomed.
+        """
+        with self._lock:
+            return [key for key in keys if key in self._doomed]
+
+    def _forget(self, keys: list[ObjectKey]) -> None:
+        if self._redis is not None:
+            self._redis.delete(keys)
+
+    def _purge(self) -> None:
+        """Drop deleted objects that nobody reads any more."""
+        if not self._doomed:
+            return
+        with self._lock:
+            doomed = list(self._doomed)
+        outcomes = self._l1.delete(doomed)
+        gone = [key for key in doomed if outcomes[key] is not L1Error.KEY_IS_LOCKED]
+        self._write_back.abandon(gone)
+        with self._lock:
+            self._doomed.difference_update(gone)
 
     def _hold(
         self,
         name: ObjectName,
         size: int,
         key: ObjectKey,
-        source: Literal["cpu", "redis"],
+        source: Source,
         memory: MemoryObj | None,
     ) -> Pinned | None:
         """Make a pin of a read lock on `memory`, or let go of it when it is not what is wanted."""
         if memory is None:
             return None
-        if memory.get_size() != size:
-            self._l1.finish_read([key])
-            return None
         pool_bytes: int = memory.get_physical_size()
         with self._lock:
-            pins = self._pins.get(key, 0)
-            self._pins[key] = pins + 1
-            if not pins:
-                self._pinned_bytes += pool_bytes
+            wanted = memory.get_size() == size and key not in self._doomed
+            if wanted:
+                self._pinned_bytes += 0 if key in self._pins else pool_bytes
+                self._pins[key] = self._pins.get(key, 0) + 1
+        if not wanted:
+            self._l1.finish_read([key])
+            return None
         data = _bytes_of(memory).toreadonly()
         return Pinned(name, data, source, memory.shm_offset, key, pool_bytes)
 
@@ -263,11 +445,148 @@ class Tiers:
         return True
 
 
-def _construct_manager(l1: L1Manager) -> StorageManager:
+class _WriteBack(WriteBackListener):
+    """Keeps book of objects on their way to Redis, and tells the caller how each ended.
+
+    Args:
+        on_stored: told of objects in Redis, on a thread of its own.
+        on_failed: told of the others.
+        unwanted: of keys just stored, those to delete again.
+        forget: deletes them.
+    """
+
+    def __init__(
+        self,
+        on_stored: Callable[[Sequence[ObjectName]], None],
+        on_failed: Callable[[Sequence[ObjectName]], None],
+        unwanted: Callable[[Sequence[ObjectKey]], list[ObjectKey]],
+        forget: Callable[[list[ObjectKey]], None],
+    ) -> None:
+        self._on_stored = on_stored
+        self._on_failed = on_failed
+        self._unwanted = unwanted
+        self._forget = forget
+        self._notices = ThreadPoolExecutor(1, "tailreplay-write-back")
+        # State, under _lock: bytes of each object that is not in Redis yet.
+        self._lock = threading.Lock()
+        self._pending: dict[ObjectKey, int] = {}
+
+    def begin(self, key: ObjectKey, size: int) -> None:
+        """Expect an outcome for an object that is about to become visible."""
+        with self._lock:
+            self._pending[key] = size
+
+    def abandon(self, keys: Sequence[ObjectKey]) -> None:
+        """Take it that these will not be stored: they left the pool before it began."""
+        self._settle(keys, self._on_failed)
+
+    def pending(self) -> tuple[int, int]:
+        """Return how many objects, and bytes, are on their way."""
+        with self._lock:
+            return len(self._pending), sum(self._pending.values())
+
+    def on_l2_keys_stored(self, keys: list[ObjectKey], sizes: list[int]) -> None:
+        """LMCache's: objects are in Redis; on a thread of the Redis shard."""
+        unwanted = self._unwanted(keys)
+        if unwanted:
+            self._notices.submit(_call, self._forget, unwanted)
+            self._settle(unwanted, self._on_failed)
+        self._settle([key for key in keys if key not in unwanted], self._on_stored)
+
+    def on_l2_keys_failed(self, keys: list[ObjectKey]) -> None:
+        """Ours: objects did not get to Redis; on a thread of the Redis shard."""
+        self._settle(keys, self._on_failed)
+
+    def on_l2_keys_accessed(self, keys: list[ObjectKey]) -> None:
+        """LMCache's: of no interest."""
+
+    def on_l2_keys_deleted(self, keys: list[ObjectKey]) -> None:
+        """LMCache's: of no interest."""
+
+    def close(self) -> None:
+        """Deliver what there is to tell, and stop."""
+        self._notices.shutdown()
+
+    def _settle(
+        self, keys: Sequence[ObjectKey], tell: Callable[[Sequence[ObjectName]], None]
+    ) -> None:
+        with self._lock:
+            names = [_name(key) for key in keys if self._pending.pop(key, None) is not None]
+        if names:
+            self._notices.submit(_call, tell, names)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """Objects of one size, to be loaded from Redis together."""
+
+    keys: list[ObjectKey]
+    size: int
+
+    @property
+    def stride(self) -> int:
+        """Bytes of the pool that each takes."""
+        return -(-self.size // ALIGN_BYTES) * ALIGN_BYTES
+
+    def split(self, at: int) -> tuple[_Slice, list[_Slice]]:
+        """Return the first `at` objects, and the rest, if any."""
+        rest = [_Slice(self.keys[at:], self.size)] if at < len(self.keys) else []
+        return _Slice(self.keys[:at], self.size), rest
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """A slice under way."""
+
+    part: _Slice
+    handle: PrefetchHandle
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the pool that it takes, whether already reserved or not."""
+        return len(self.part.keys) * self.part.stride
+
+
+def _slices(sizes: Mapping[ObjectKey, int]) -> list[_Slice]:
+    """Cut a request into loads: one size and one kind each, and no more than _SLICE_BYTES."""
+    alike: dict[tuple[int, int], list[ObjectKey]] = {}
+    for key, size in sizes.items():
+        alike.setdefault((size, key.object_group_id), []).append(key)
+    slices = []
+    for (size, _), keys in alike.items():
+        step = max(1, _SLICE_BYTES // size)
+        slices += [_Slice(keys[i : i + step], size) for i in range(0, len(keys), step)]
+    return slices
+
+
+def _outcome(part: _Slice, result: PrefetchResult) -> dict[ObjectKey, Source]:
+    """Return what a load brought, or found already brought by another; each is read-locked."""
+    if not result.hit_cells:
+        return {}
+    hits, from_redis = result.hit_cells[0], result.l2_hit_cells[0]
+    return {
+        key: "redis" if from_redis.test(i) else "cpu"
+        for i, key in enumerate(part.keys)
+        if hits.test(i)
+    }
+
+
+def _was_found(result: PrefetchResult) -> bool:
+    return bool(result.found_cells and result.found_cells[0].popcount())
+
+
+def _call(tell: Callable[[Any], None], what: Sequence[ObjectName] | Sequence[ObjectKey]) -> None:
+    try:
+        tell(what)
+    except Exception:
+        logger.exception("a caller failed to take note of a write-back")
+
+
+def _construct_manager(l1: L1Manager, redis: list[TailReplayRedisL2Config]) -> StorageManager:
     config = StorageManagerConfig(
         l1_manager_config=l1.config,
         eviction_config=EvictionConfig("noop"),
-        l2_adapter_config=L2AdaptersConfig([]),
+        l2_adapter_config=L2AdaptersConfig(redis),
         prefetch_policy="retain",
         prefetch_max_in_flight=128,
     )
@@ -288,6 +607,11 @@ def _key(name: ObjectName) -> ObjectKey:
         kv_rank=0,
         object_group_id=int(name.kind),
     )
+
+
+def _name(key: ObjectKey) -> ObjectName:
+    namespace = bytes.fromhex(key.model_name.partition("|")[0])
+    return ObjectName(namespace, Kind(key.object_group_id), key.chunk_hash)
 
 
 def _layout(size: int) -> MemoryLayoutDesc:
