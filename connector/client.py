@@ -1,0 +1,245 @@
+"""The client of a store: every call has a deadline, and a breaker stops asking a dead one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, TypeVar
+
+import grpc
+
+from tailreplay.connector.breaker import Breaker
+from tailreplay.proto import store_pb2 as pb
+from tailreplay.proto import store_pb2_grpc as rpc
+from tailreplay.store.errors import StoreUnavailable, from_rpc_error
+from tailreplay.store.tokens import to_wire
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from types import TracebackType
+
+    from tailreplay.store.tokens import ExtendedTokens
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 1 << 20
+"""Bytes of an object per Put message."""
+
+_MAX_MESSAGE_BYTES = 16 << 20
+_CLIENT_FAULTS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
+
+T = TypeVar("T")
+
+
+class ObjectBytes:
+    """One object on its way to the store.
+
+    Attributes:
+        announce: what it is.
+        parts: its bytes in order, header first; only read while it is sent.
+    """
+
+    __slots__ = ("announce", "parts")
+
+    def __init__(self, announce: pb.PutObject, parts: Sequence[bytes | memoryview]) -> None:
+        self.announce = announce
+        self.parts = parts
+
+
+class StoreClient:
+    """A connection to one store. Thread-safe; made and closed without the store being there.
+
+    Args:
+        address: unix:///path/to.sock or host:port.
+        match_timeout_s: deadline of Match.
+        call_timeout_s: deadline of other unary calls.
+        clock: seconds that only grow, for the breaker.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        match_timeout_s: float = 0.25,
+        call_timeout_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.address = address
+        self._match_timeout_s = match_timeout_s
+        self._call_timeout_s = call_timeout_s
+        self._breaker = Breaker(f"store at {address}", clock)
+        self._channel = grpc.insecure_channel(
+            address,
+            options=[
+                ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+                ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+                # A store that comes back is found within the breaker's period.
+                ("grpc.initial_reconnect_backoff_ms", 100),
+                ("grpc.max_reconnect_backoff_ms", 1000),
+                # Proxies are for the outside; a store is on this machine or in this cluster.
+                ("grpc.enable_http_proxy", 0),
+            ],
+        )
+        self._stub = rpc.StoreStub(self._channel)
+
+    def __enter__(self) -> StoreClient:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def connect(self, timeout_s: float) -> bool:
+        """Waits until the store can be reached; False when it can not in time."""
+        try:
+            grpc.channel_ready_future(self._channel).result(timeout=timeout_s)
+        except grpc.FutureTimeoutError:
+            return False
+        return True
+
+    def match(self, namespace: bytes, tokens: ExtendedTokens) -> pb.MatchResponse:
+        """What the store holds along the longest stored prefix of `tokens`.
+
+        Raises:
+            StoreUnavailable: it is absent or slow, or the breaker is open.
+            InvalidRequest: it does not take the namespace or the tokens.
+        """
+        request = pb.MatchRequest(namespace=namespace, tokens=to_wire(tokens))
+        return self._call(lambda: self._stub.Match(request, timeout=self._match_timeout_s))
+
+    def fetch(
+        self, namespace: bytes, leaf: bytes, ranges: Iterable[pb.Range], *, timeout_s: float
+    ) -> FetchStream:
+        """Starts a Fetch; errors come out of the stream.
+
+        Raises:
+            StoreUnavailable: the breaker is open.
+        """
+        self._check_breaker()
+        request = pb.FetchRequest(namespace=namespace, leaf=leaf, ranges=ranges)
+        call = self._stub.Fetch(request, timeout=timeout_s)
+        return FetchStream(call, self._breaker, self.address)
+
+    def put(
+        self,
+        namespace: bytes,
+        tokens: ExtendedTokens,
+        objects: Iterable[ObjectBytes],
+        *,
+        timeout_s: float,
+    ) -> pb.PutResponse:
+        """Stores objects of one prefix; returns once they are in the store's memory.
+
+        Raises:
+            StoreUnavailable: it is absent or slow, or the breaker is open.
+            InvalidRequest, GeometryMismatch, IntegrityError, LimitExceeded: it refuses an object.
+        """
+        frames = _put_frames(namespace, tokens, objects)
+        return self._call(lambda: self._stub.Put(frames, timeout=timeout_s))
+
+    def release(self, lease_id: bytes) -> None:
+        """Ends a lease early.
+
+        Raises:
+            StoreUnavailable: the store is absent or slow.
+        """
+        request = pb.ReleaseRequest(lease_id=lease_id)
+        self._call(lambda: self._stub.Release(request, timeout=self._call_timeout_s))
+
+    def stats(self) -> pb.StatsResponse:
+        """Counters and sizes.
+
+        Raises:
+            StoreUnavailable: the store is absent or slow.
+        """
+        return self._call(lambda: self._stub.Stats(pb.StatsRequest(), timeout=self._call_timeout_s))
+
+    def describe(self) -> pb.DescribeResponse:
+        """Identity and settings.
+
+        Raises:
+            StoreUnavailable: the store is absent or slow.
+        """
+        request = pb.DescribeRequest()
+        return self._call(lambda: self._stub.Describe(request, timeout=self._call_timeout_s))
+
+    def close(self) -> None:
+        """Ends every call and the connection."""
+        self._channel.close()
+
+    def _check_breaker(self) -> None:
+        if not self._breaker.allows():
+            raise StoreUnavailable(f"store at {self.address}: not asked, it failed just before")
+
+    def _call(self, call: Callable[[], T]) -> T:
+        self._check_breaker()
+        try:
+            answer = call()
+        except grpc.RpcError as error:
+            _note(self._breaker, error)
+            raise from_rpc_error(error, self.address) from error
+        self._breaker.succeeded()
+        return answer
+
+
+class FetchStream:
+    """Frames of one Fetch, in order. One thread iterates; any thread may cancel."""
+
+    def __init__(
+        self, call: grpc._CallIterator[pb.FetchFrame], breaker: Breaker, address: str
+    ) -> None:
+        self._call = call
+        self._breaker = breaker
+        self._address = address
+
+    def __iter__(self) -> Iterator[pb.FetchFrame]:
+        """The frames.
+
+        Raises:
+            TailReplayError: the stream broke; what came before is good.
+        """
+        try:
+            yield from self._call
+        except grpc.RpcError as error:
+            _note(self._breaker, error)
+            raise from_rpc_error(error, self._address) from error
+        self._breaker.succeeded()
+
+    def cancel(self) -> None:
+        """Ends the stream; the store gives its pins back."""
+        self._call.cancel()
+
+
+def default_address() -> str:
+    """The sidecar's socket, unless TAILREPLAY_LISTEN names another address."""
+    from tailreplay.store.config import default_socket
+
+    return os.environ.get("TAILREPLAY_LISTEN") or default_socket()
+
+
+def _note(breaker: Breaker, error: grpc.RpcError) -> None:
+    """Only what the store failed at counts against it, not what it refused or we ended."""
+    code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
+    if code is grpc.StatusCode.CANCELLED:
+        return
+    if code in _CLIENT_FAULTS:
+        breaker.succeeded()
+    else:
+        breaker.failed()
+
+
+def _put_frames(
+    namespace: bytes, tokens: ExtendedTokens, objects: Iterable[ObjectBytes]
+) -> Iterator[pb.PutFrame]:
+    yield pb.PutFrame(begin=pb.PutBegin(namespace=namespace, tokens=to_wire(tokens)))
+    for item in objects:
+        yield pb.PutFrame(object=item.announce)
+        for part in item.parts:
+            view = memoryview(part).cast("B")
+            for at in range(0, len(view), CHUNK_BYTES):
+                yield pb.PutFrame(chunk=bytes(view[at : at + CHUNK_BYTES]))

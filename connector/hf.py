@@ -1,0 +1,373 @@
+"""The Transformers engine: prefix reuse for a hybrid model, at any token."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from blake3 import blake3
+
+from tailreplay.connector.client import ObjectBytes, StoreClient, default_address
+from tailreplay.connector.hf_model import HybridModel, UnsupportedModel, guard_triton
+from tailreplay.connector.hf_run import Prefilled, PromptRun
+from tailreplay.connector.load import Load, LoadFailed
+from tailreplay.connector.payload import PayloadCodec
+from tailreplay.connector.plan import (
+    NOTHING,
+    FetchPlan,
+    ModelShape,
+    StoredPrefix,
+    plan_fetch,
+    plan_put,
+    stored_prefix,
+)
+from tailreplay.connector.policy import CachePolicy
+from tailreplay.connector.report import Report
+from tailreplay.proto import store_pb2 as pb
+from tailreplay.store.chain import PrefixChain
+from tailreplay.store.errors import InvalidRequest, StoreUnavailable, TailReplayError
+from tailreplay.store.header import Header, build_object
+from tailreplay.store.namespace import NamespaceFields
+from tailreplay.store.objects import Kind, ObjectName
+from tailreplay.store.tokens import extended_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from types import TracebackType
+
+    from torch import Tensor
+
+    from tailreplay.store.tokens import ExtendedTokens
+
+__all__ = ["CachePolicy", "Generation", "HybridEngine", "UnsupportedModel", "guard_triton"]
+
+logger = logging.getLogger(__name__)
+
+MAX_DIGESTED_BYTES = 1 << 30
+"""Weights up to this size are identified by their digest, bytes."""
+
+_LOAD_TIMEOUT_S = 120.0
+_MAX_WRITE_BACKLOG = 4
+# What says nothing about what a token's payload means.
+_UNRELATED = {
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "transformers_version",
+    "use_cache",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What `generate` returns.
+
+    Attributes:
+        tokens: the greedy continuation.
+        first_logits: `[V]`, from which its first token was taken.
+        report: what happened, in tokens, seconds and bytes.
+    """
+
+    tokens: list[int]
+    first_logits: Tensor
+    report: dict[str, Any]
+
+
+class HybridEngine:
+    """Runs prompts on a hybrid model and shares their prefixes through a store.
+
+    A store that is absent, slow or broken costs a request at most the lookup's deadline; the
+    answer then comes from plain prefill. One request at a time; `generate` may be called from any
+    thread.
+
+    Args:
+        model: a Transformers hybrid causal LM in eval mode.
+        store: address of the store, or a client that the caller closes; None = the sidecar's.
+        policy: how hits are used, unless a request says otherwise.
+        tenant: separates what is stored; nothing crosses from one tenant to another.
+        weights_id: identity of the weights. None = digest of the weights up to 1 GiB; larger
+            models then share with no other process.
+        tokenizer_id: identity of the tokenizer.
+
+    Raises:
+        UnsupportedModel: the model is of no family that is known to work.
+    """
+
+    def __init__(
+        self,
+        model: Any,  # noqa: ANN401 - any Transformers model
+        store: str | StoreClient | None = None,
+        policy: CachePolicy | None = None,
+        *,
+        tenant: str = "",
+        weights_id: str | None = None,
+        tokenizer_id: str = "",
+    ) -> None:
+        self.policy = policy or CachePolicy()
+        self._model = HybridModel(model)
+        self._codec = PayloadCodec(self._model)
+        self._shape = ModelShape(
+            len(self._model.fa_layers), self._model.kv_heads, len(self._model.hidden_sources)
+        )
+        self._owns_client = not isinstance(store, StoreClient)
+        self._client = (
+            store
+            if isinstance(store, StoreClient)
+            else StoreClient(
+                store or default_address(), match_timeout_s=self.policy.match_timeout_s
+            )
+        )
+        self.namespace = NamespaceFields(
+            model={k: v for k, v in model.config.to_dict().items() if k not in _UNRELATED},
+            weights_id=weights_id or _weights_id(model),
+            tokenizer_id=tokenizer_id,
+            tenant_salt=tenant,
+            kv_dtype=str(self._model.dtype),
+        ).digest()
+        self._busy = threading.Lock()
+        self._putter = ThreadPoolExecutor(1, thread_name_prefix="tailreplay-put")
+        # Guarded by _busy: write-backs that have not ended.
+        self._puts: set[Future[None]] = set()
+        self._client.connect(self.policy.match_timeout_s)
+
+    def __enter__(self) -> HybridEngine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def generate(
+        self,
+        token_ids: Sequence[int],
+        max_new_tokens: int = 16,
+        *,
+        policy: CachePolicy | None = None,
+    ) -> Generation:
+        """Greedy continuation of a prompt, reusing the longest stored prefix.
+
+        Args:
+            token_ids: the prompt, at least one token.
+            max_new_tokens: how many to return, at least 1.
+            policy: in place of the engine's, for this request.
+
+        Raises:
+            InvalidRequest: the prompt is empty, too long, or has ids the model does not know.
+        """
+        tokens = self._checked(token_ids, max_new_tokens)
+        with self._busy:
+            return self._generate(tokens, max_new_tokens, policy or self.policy)
+
+    def flush(self, timeout_s: float = 60.0) -> bool:
+        """Waits until earlier prompts are stored; False when that takes too long."""
+        with self._busy:
+            waiting = set(self._puts)
+        return not wait_for(waiting, timeout_s).not_done
+
+    def close(self) -> None:
+        """Lets write-backs end, then gives threads and connection back."""
+        self._putter.shutdown(wait=True)
+        if self._owns_client:
+            self._client.close()
+
+    def _generate(
+        self, tokens: ExtendedTokens, max_new_tokens: int, policy: CachePolicy
+    ) -> Generation:
+        report = Report(secrets.token_hex(8), len(tokens))
+        prompt = _Prompt(tokens, PrefixChain(self.namespace, tokens), policy, report)
+        ids = torch.as_tensor(tokens.astype("int64"), device=self._model.device)
+        run = PromptRun(self._model, self._codec, ids, policy.prefill_chunk_tokens, report)
+        stored = self._match(prompt)
+        plan = plan_fetch(stored, len(tokens), policy, self._shape)
+        report.planned(plan)
+        outcome = self._run(run, plan, stored, prompt)
+        report.first_token(outcome.load.bytes_by_tier() if outcome.load is not None else {})
+        if policy.mode != "off":
+            self._put_later(run, outcome, prompt)
+        generated = run.decode(outcome.done, max_new_tokens)
+        return Generation(generated, outcome.done.logits, report.as_dict())
+
+    def _match(self, prompt: _Prompt) -> StoredPrefix:
+        report = prompt.report
+        if prompt.policy.mode == "off":
+            return NOTHING
+        report.round_trip()
+        try:
+            with report.phase("match"):
+                answer = self._client.match(self.namespace, prompt.tokens)
+        except TailReplayError as error:
+            logger.debug("%s: prefill instead: %s", type(error).__name__, error)
+            report.missed("store_down")
+            return NOTHING
+        report.event("matched")
+        return stored_prefix(answer)
+
+    def _run(
+        self, run: PromptRun, plan: FetchPlan, stored: StoredPrefix, prompt: _Prompt
+    ) -> _Outcome:
+        """The prompt's prefill by its plan; a plain one if nothing is to be loaded, or if it fails.
+
+        What did not come is put again, so nothing counts as stored after a failure.
+        """
+        if not plan.ranges:
+            return _Outcome(run.cold(keep=plan.used_tokens), plan, stored, None)
+        prompt.report.round_trip()
+        load = Load(
+            plan.ranges,
+            self._codec.geometry,
+            prompt.chain,
+            stall_timeout_s=prompt.policy.stall_timeout_s,
+            on_event=lambda name, wanted: prompt.report.event(_event_name(name, wanted)),
+        )
+        try:
+            self._start(load, plan, stored)
+            return _Outcome(run.hit(plan, load), plan, stored, load)
+        except LoadFailed as failure:
+            load.cancel()
+            logger.info("a load failed, prefill instead: %s", failure)
+            prompt.report.missed(failure.reason)
+        return _Outcome(run.cold(), FetchPlan("miss", True, 0), NOTHING, None)
+
+    def _start(self, load: Load, plan: FetchPlan, stored: StoredPrefix) -> None:
+        try:
+            stream = self._client.fetch(
+                self.namespace, stored.leaf, plan.ranges, timeout_s=_LOAD_TIMEOUT_S
+            )
+        except StoreUnavailable as error:
+            raise LoadFailed("store_down", str(error)) from error
+        threading.Thread(
+            target=load.run, args=(stream,), name="tailreplay-load", daemon=True
+        ).start()
+
+    def _put_later(self, run: PromptRun, outcome: _Outcome, prompt: _Prompt) -> None:
+        """Hands a prompt to the write-back thread; only exact numbers are stored."""
+        self._puts = {put for put in self._puts if not put.done()}
+        if not outcome.plan.exact:
+            prompt.report.event("not_stored:provenance")
+        elif len(self._puts) >= _MAX_WRITE_BACKLOG:
+            prompt.report.event("not_stored:write_backlog")
+        else:
+            self._puts.add(self._putter.submit(self._put, run, outcome, prompt))
+
+    def _put(self, run: PromptRun, outcome: _Outcome, prompt: _Prompt) -> None:
+        """Stores what the store lacks of a prompt; a failure is logged and nothing else."""
+        done, load = outcome.done, outcome.load
+        try:
+            if load is not None:
+                done = run.hidden_with_loaded(done, outcome.plan, load)
+        except LoadFailed as failure:
+            logger.debug("a page stays unstored: %s", failure)
+        objects = self._objects(done, outcome.stored, prompt)
+        timeout_s = prompt.policy.put_timeout_s
+        try:
+            self._client.put(self.namespace, prompt.tokens, objects, timeout_s=timeout_s)
+        except StoreUnavailable as error:
+            logger.debug("a prompt was not stored: %s", error)
+        except TailReplayError as error:
+            logger.warning("the store refused a prompt: %s", error)
+
+    def _objects(
+        self, done: Prefilled, stored: StoredPrefix, prompt: _Prompt
+    ) -> Iterator[ObjectBytes]:
+        """What the store lacks, packed one by one as it is sent."""
+        wanted = plan_put(stored, len(prompt.tokens), done.hidden_from)
+        for kind, first, end in wanted:
+            if kind is Kind.KV:
+                payload = self._codec.pack_kv(done.kv, first, end)
+            elif done.hidden:
+                start = done.hidden_from
+                payload = self._codec.pack_hidden(done.hidden, first - start, end - start)
+            else:
+                continue
+            yield self._object(prompt.chain, kind, first, end, payload)
+        known = {checkpoint.token for checkpoint in stored.checkpoints}
+        for token in sorted(done.states.keys() - known):
+            payload = self._codec.pack_checkpoint(done.states[token])
+            yield self._object(prompt.chain, Kind.CHECKPOINT, token - 1, token, payload)
+
+    def _object(
+        self, chain: PrefixChain, kind: Kind, first: int, end: int, payload: memoryview
+    ) -> ObjectBytes:
+        name = ObjectName(self.namespace, kind, chain.prefix_hash(end))
+        header = Header(name, self._codec.geometry[kind], first, end - first, ())
+        head, body = build_object(header, payload)
+        announce = pb.PutObject(
+            kind=pb.Kind.ValueType(kind),
+            first_token=first,
+            end_token=end,
+            size_bytes=len(head) + len(body),
+        )
+        return ObjectBytes(announce, (head, body))
+
+    def _checked(self, token_ids: Sequence[int], max_new_tokens: int) -> ExtendedTokens:
+        tokens = extended_tokens(token_ids)
+        config = self._model.config
+        room = config.max_position_embeddings - max_new_tokens
+        if max_new_tokens < 1:
+            raise InvalidRequest(f"max_new_tokens is {max_new_tokens}, wanted at least 1")
+        if not 1 <= len(tokens) <= room:
+            raise InvalidRequest(
+                f"prompt has {len(tokens)} tokens, wanted 1 to {room} "
+                f"({config.max_position_embeddings} positions less {max_new_tokens} new tokens)"
+            )
+        if int(tokens.max()) >= config.vocab_size:
+            raise InvalidRequest(
+                f"token id {int(tokens.max())} is unknown, wanted below {config.vocab_size}"
+            )
+        return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A request's prompt and what goes with it everywhere."""
+
+    tokens: ExtendedTokens
+    chain: PrefixChain
+    policy: CachePolicy
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """A prompt that has run: what it left, the plan that was carried out, and its load."""
+
+    done: Prefilled
+    plan: FetchPlan
+    stored: StoredPrefix
+    load: Load | None
+
+
+def _event_name(name: str, wanted: pb.Range) -> str:
+    kind = Kind(wanted.kind).name.lower()
+    return f"{name}:{kind}:{wanted.first_unit}"
+
+
+def _weights_id(model: Any) -> str:  # noqa: ANN401 - any Transformers model
+    """Digest of the weights, or random where that would take too long."""
+    state = model.state_dict()
+    if sum(t.numel() * t.element_size() for t in state.values()) > MAX_DIGESTED_BYTES:
+        logger.warning(
+            "weights are larger than %d bytes and have no weights_id: nothing is shared with "
+            "other processes",
+            MAX_DIGESTED_BYTES,
+        )
+        return f"random:{secrets.token_hex(16)}"
+    hasher = blake3()
+    for name, tensor in sorted(state.items()):
+        data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+        hasher.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:{len(data)};".encode())
+        hasher.update(data)
+    return f"blake3:{hasher.hexdigest()}"

@@ -1,0 +1,218 @@
+"""Running one prompt on a Transformers hybrid: a hit by its plan, or a prefill; and what is left.
+
+Everything here runs on the caller's thread, while the load's own thread fills buffers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tailreplay.connector.plan import FetchPlan, prefill_cuts
+from tailreplay.replay.linear_state import LinearState
+from tailreplay.store.objects import PAGE_TOKENS, Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import DynamicCache
+
+    from tailreplay.connector.hf_model import HybridModel
+    from tailreplay.connector.load import Load
+    from tailreplay.connector.payload import PayloadCodec
+    from tailreplay.connector.report import Report
+
+    States = dict[int, LinearState]
+
+
+@dataclass(slots=True)
+class Prefilled:
+    """What a prompt leaves behind.
+
+    Attributes:
+        cache: after the whole prompt.
+        logits: `[V]` after its last token.
+        kv: keys and values `[H, n, d]` per FA layer.
+        hidden: rows `[n - hidden_from, D]` per source.
+        hidden_from: position of the first hidden row.
+        states: exact states, by number of tokens seen.
+    """
+
+    cache: DynamicCache
+    logits: Tensor
+    kv: list[tuple[Tensor, Tensor]]
+    hidden: list[Tensor]
+    hidden_from: int
+    states: dict[int, States] = field(default_factory=dict)
+
+
+class PromptRun:
+    """One prompt on its way through the model.
+
+    Args:
+        model: the model.
+        codec: its payloads.
+        tokens: `[n]` int64 on the model's device.
+        chunk_tokens: prefill step.
+        report: gathers phases and events.
+    """
+
+    def __init__(
+        self,
+        model: HybridModel,
+        codec: PayloadCodec,
+        tokens: Tensor,
+        chunk_tokens: int,
+        report: Report,
+    ) -> None:
+        self._model = model
+        self._codec = codec
+        self._tokens = tokens
+        self._chunk_tokens = chunk_tokens
+        self._report = report
+
+    def cold(self, keep: int = 0) -> Prefilled:
+        """Plain prefill of the whole prompt; the state after `keep` tokens is kept too."""
+        return self._prefill(self._model.new_cache(), 0, keep, keep_states=True)
+
+    def hit(self, plan: FetchPlan, load: Load) -> Prefilled:
+        """Serves the prompt as planned.
+
+        Raises:
+            LoadFailed: a part that was planned for does not come.
+        """
+        cache = self._model.new_cache()
+        wait_kv = self._install_kv(cache, plan, load)
+        states = self._load_states(plan, load)
+        kept: dict[int, States] = {}
+        if plan.replay_first is not None:
+            self._replay(cache, plan, load, states)
+            if plan.exact and plan.checkpoint_token != plan.used_tokens:
+                kept[plan.used_tokens] = self._model.states(cache)
+        elif plan.prefill_from:
+            self._model.set_states(cache, states or self._zero_states())
+        keep = plan.used_tokens if plan.recomputed_tokens else 0
+        done = self._prefill(cache, plan.prefill_from, keep, plan.exact, before_fa=wait_kv)
+        done.states |= kept
+        return done
+
+    def hidden_with_loaded(self, done: Prefilled, plan: FetchPlan, load: Load) -> Prefilled:
+        """Puts loaded hiddens in front of computed ones, back to the start of their page.
+
+        Raises:
+            LoadFailed: they do not come; the page can not be stored then.
+        """
+        page = plan.prefill_from // PAGE_TOKENS * PAGE_TOKENS
+        numbers = [i for i, r in enumerate(plan.ranges) if int(r.kind) == Kind.HIDDEN]
+        if page == done.hidden_from or not numbers:
+            return done
+        if plan.late_ranges:
+            buffer = load.wait(numbers[-1])
+            front = [self._codec.unpack_hidden(buffer[i : i + 1]) for i in range(len(done.hidden))]
+        else:
+            skip = page - (plan.replay_first or 0)
+            if skip < 0:
+                return done
+            front = [self._codec.unpack_hidden(load.wait(i))[skip:] for i in numbers]
+        pairs = zip(front, done.hidden, strict=True)
+        done.hidden = [torch.cat((a.to(b.device), b)) for a, b in pairs]
+        done.hidden_from = page
+        return done
+
+    def decode(self, done: Prefilled, max_new_tokens: int) -> list[int]:
+        """Greedy continuation, `max_new_tokens` long; the first token is that of the logits."""
+        tokens = [int(done.logits.argmax())]
+        while len(tokens) < max_new_tokens:
+            step = torch.tensor(tokens[-1:], device=self._tokens.device)
+            tokens.append(int(self._model.forward(step, done.cache).argmax()))
+        return tokens
+
+    def _install_kv(
+        self, cache: DynamicCache, plan: FetchPlan, load: Load
+    ) -> Callable[[int], None]:
+        """Puts still empty buffers into the cache; returns what waits for a layer's bytes."""
+        numbers = [i for i, r in enumerate(plan.ranges) if int(r.kind) == Kind.KV]
+        number_of = dict(zip(self._model.fa_layers, numbers, strict=False))
+        targets: dict[int, tuple[Tensor, Tensor]] = {}
+        for layer, number in number_of.items():
+            keys, values = self._codec.unpack_kv(load.buffers[number])
+            on_device = (keys.to(self._model.device), values.to(self._model.device))
+            targets[layer] = on_device
+            self._model.install_kv(cache, layer, *on_device)
+
+        def wait(layer: int) -> None:
+            if layer not in number_of:
+                return
+            with self._report.phase("kv"):
+                buffer = load.wait(number_of[layer])
+            if self._model.device.type != "cpu":
+                keys, values = self._codec.unpack_kv(buffer)
+                targets[layer][0].copy_(keys)
+                targets[layer][1].copy_(values)
+            self._report.event(f"kv_used:{layer}")
+
+        return wait
+
+    def _load_states(self, plan: FetchPlan, load: Load) -> States | None:
+        if plan.checkpoint is None:
+            return None
+        with self._report.phase("tail"):
+            return self._codec.unpack_checkpoint(load.wait(0))
+
+    def _replay(
+        self, cache: DynamicCache, plan: FetchPlan, load: Load, states: States | None
+    ) -> None:
+        """Rebuilds every group's states, each as soon as its rows are in."""
+        first, end = plan.replay_first or 0, plan.prefill_from
+        hidden = [i for i, r in enumerate(plan.ranges) if int(r.kind) == Kind.HIDDEN]
+        number_of = dict(zip(self._model.hidden_sources, hidden, strict=False))
+        for group in self._model.groups:
+            if group.source is None:
+                rows = self._tokens[first:end]
+            else:
+                with self._report.phase("tail"):
+                    buffer = load.wait(number_of[group.source])
+                rows = self._codec.unpack_hidden(buffer).to(self._model.device)
+            initial = None
+            if states is not None:
+                initial = {layer: states[layer] for layer in group.linear_layers}
+            self._report.event(f"replay:{'embeddings' if group.source is None else group.source}")
+            with self._report.phase("replay"):
+                self._model.replay_group(group, rows, cache, initial)
+
+    def _prefill(
+        self,
+        cache: DynamicCache,
+        first: int,
+        keep: int,
+        keep_states: bool,
+        before_fa: Callable[[int], None] = lambda _: None,
+    ) -> Prefilled:
+        """Runs the model over [first, n), cut where checkpoints are kept."""
+        model, total = self._model, len(self._tokens)
+        cuts = prefill_cuts(first, total, self._chunk_tokens, keep)
+        states: dict[int, States] = {}
+        with (
+            self._report.phase("suffix"),
+            model.capture() as hidden,
+            model.waiting(before_fa),
+        ):
+            for start, end in zip([first, *cuts], [*cuts, total], strict=True):
+                logits = model.forward(self._tokens[start:end], cache)
+                if keep_states and end != total:
+                    states[end] = model.states(cache)
+        kv = [model.kv(cache, layer) for layer in model.fa_layers]
+        rows = [hidden.rows(source) for source in model.hidden_sources]
+        return Prefilled(cache, logits, kv, rows, first, states)
+
+    def _zero_states(self) -> States:
+        model = self._model
+        channels = 2 * model.key_heads * model.key_dim + model.value_heads * model.value_dim
+        zero = LinearState(
+            torch.zeros(channels, model.conv_width, dtype=model.dtype, device=model.device),
+            torch.zeros(model.value_heads, model.key_dim, model.value_dim, device=model.device),
+        )
+        return dict.fromkeys(model.linear_layers, zero)

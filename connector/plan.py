@@ -1,0 +1,361 @@
+"""What to do with a hit: pure decisions, no I/O, no tensors.
+
+`stored_prefix` reads a Match answer, `plan_fetch` decides boundary, mode, checkpoint, tail and the
+order of loading, `plan_put` what is worth sending back.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+from tailreplay.proto import store_pb2 as pb
+from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from tailreplay.connector.policy import CachePolicy
+
+CONV_ROWS = 3
+"""Rows replayed in front of the tail, so that conv windows inside it see real inputs."""
+
+UsedMode = Literal["exact", "tail", "zero", "off", "miss"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCheckpoint:
+    """A state the store has.
+
+    Attributes:
+        token: tokens it has seen.
+        prefix_hash: its name.
+    """
+
+    token: int
+    prefix_hash: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPrefix:
+    """What a store holds of one prompt; only exact payload counts.
+
+    Attributes:
+        matched_tokens: longest stored prefix, not yet cut to the prompt.
+        leaf: names the path.
+        kv_tokens: tokens from 0 on whose exact keys and values exist without a hole.
+        inexact_tokens: tokens after those whose keys and values exist but are approximate.
+        hidden: ascending, disjoint spans [first, end) of tokens whose exact hiddens exist.
+        checkpoints: exact states, ascending by token.
+    """
+
+    matched_tokens: int
+    leaf: bytes = b""
+    kv_tokens: int = 0
+    inexact_tokens: int = 0
+    hidden: tuple[tuple[int, int], ...] = ()
+    checkpoints: tuple[StoredCheckpoint, ...] = ()
+
+    def has_hidden(self, first: int, end: int) -> bool:
+        """Whether the hiddens of [first, end) exist."""
+        return first >= end or any(a <= first and end <= b for a, b in self.hidden)
+
+
+NOTHING = StoredPrefix(0)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What a plan must know of the model.
+
+    Attributes:
+        fa_layers: full-attention layers.
+        kv_heads: KV heads of each.
+        hidden_sources: FA layers whose hiddens are stored.
+    """
+
+    fa_layers: int
+    kv_heads: int
+    hidden_sources: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPlan:
+    """How one prompt is served.
+
+    Attributes:
+        mode: what it amounts to.
+        exact: whether states and logits equal full prefill within dtype noise.
+        matched_tokens: m that could be had, at most the prompt's length - 1.
+        used_tokens: boundary that is used; a gap that is prefilled again is part of it.
+        prefill_from: first token that the model runs over; below `used_tokens` where the gap is
+            prefilled again.
+        checkpoint: state to start from; None = zero state.
+        replay_first: first row of the hiddens to replay, up to `prefill_from`; None = no replay.
+        ranges: what to load, in order.
+        late_ranges: how many of them, at the end, nothing waits for before the first token.
+        lost: tokens of the match that are not used, by reason.
+    """
+
+    mode: UsedMode
+    exact: bool
+    matched_tokens: int
+    used_tokens: int = 0
+    prefill_from: int = 0
+    checkpoint: StoredCheckpoint | None = None
+    replay_first: int | None = None
+    ranges: tuple[pb.Range, ...] = ()
+    late_ranges: int = 0
+    lost: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def checkpoint_token(self) -> int:
+        """Tokens that the state to start from has seen."""
+        return self.checkpoint.token if self.checkpoint is not None else 0
+
+    @property
+    def replayed_tokens(self) -> int:
+        """Rows run through the linear layers to rebuild states."""
+        return 0 if self.replay_first is None else self.prefill_from - self.replay_first
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Matched tokens that are prefilled again."""
+        return self.used_tokens - self.prefill_from
+
+
+def stored_prefix(answer: pb.MatchResponse) -> StoredPrefix:
+    """Reads a Match answer."""
+    exact = pb.PROVENANCE_EXACT
+    kv = [(r.first_token, r.end_token) for r in answer.runs if _is(r, Kind.KV, exact)]
+    hidden = [(r.first_token, r.end_token) for r in answer.runs if _is(r, Kind.HIDDEN, exact)]
+    any_kv = [(r.first_token, r.end_token) for r in answer.runs if int(r.kind) == Kind.KV]
+    kv_tokens = _covered(kv)
+    return StoredPrefix(
+        answer.matched_tokens,
+        answer.leaf,
+        kv_tokens,
+        _covered(any_kv) - kv_tokens,
+        tuple(_merged(hidden)),
+        tuple(
+            StoredCheckpoint(c.token, c.prefix_hash)
+            for c in answer.checkpoints
+            if c.provenance == exact
+        ),
+    )
+
+
+def plan_fetch(
+    stored: StoredPrefix, prompt_tokens: int, policy: CachePolicy, shape: ModelShape
+) -> FetchPlan:
+    """Decides how a prompt of `prompt_tokens` tokens is served from what is stored."""
+    matched = max(0, min(stored.matched_tokens, prompt_tokens - 1))
+    if policy.mode == "off" or matched == 0:
+        return FetchPlan(
+            "off" if policy.mode == "off" else "miss", True, 0 if policy.mode == "off" else matched
+        )
+    usable = min(matched, stored.kv_tokens)
+    lost = _lost_kv(stored, matched, usable)
+    if usable == 0:
+        return FetchPlan("miss", True, matched, lost=lost)
+    plan = _MODES[policy.mode](stored, usable, policy, shape)
+    return replace(plan, matched_tokens=matched, lost=_added(plan.lost, lost))
+
+
+def plan_put(
+    stored: StoredPrefix, prompt_tokens: int, computed_from: int
+) -> Iterator[tuple[Kind, int, int]]:
+    """Blocks of a prompt that the store lacks, as (kind, first token, end token), early ones first.
+
+    Args:
+        stored: what the store had before the prompt ran.
+        prompt_tokens: n.
+        computed_from: first token whose hiddens the engine has, itself or loaded.
+    """
+    for first in range(0, prompt_tokens, KV_BLOCK_TOKENS):
+        end = min(first + KV_BLOCK_TOKENS, prompt_tokens)
+        if end > min(stored.kv_tokens, stored.matched_tokens):
+            yield Kind.KV, first, end
+        for page in range(first, end, PAGE_TOKENS):
+            page_end = min(page + PAGE_TOKENS, end)
+            if page >= computed_from and not stored.has_hidden(page, page_end):
+                yield Kind.HIDDEN, page, page_end
+
+
+def prefill_cuts(first: int, prompt_tokens: int, chunk_tokens: int, keep: int) -> list[int]:
+    """Where a prefill of [first, prompt_tokens) is cut; a checkpoint is kept at each cut.
+
+    Cuts are the chunk grid, the last page boundary before the end, and `keep` (the hit boundary)
+    if it lies inside.
+    """
+    grid = range((first // chunk_tokens + 1) * chunk_tokens, prompt_tokens, chunk_tokens)
+    last_page = (prompt_tokens - 1) // PAGE_TOKENS * PAGE_TOKENS
+    return sorted(cut for cut in {*grid, last_page, keep} if first < cut < prompt_tokens)
+
+
+def _plan_exact(
+    stored: StoredPrefix, usable: int, policy: CachePolicy, shape: ModelShape
+) -> FetchPlan:
+    """Nearest checkpoint, and the gap up to the boundary closed exactly."""
+    behind = [c for c in stored.checkpoints if c.token <= usable]
+    checkpoint = behind[-1] if behind else None
+    start = checkpoint.token if checkpoint is not None else 0
+    gap = usable - start
+    lost = {}
+    if gap > policy.max_replay_tokens:
+        lost = {"gap_too_long" if behind else "no_checkpoint": gap}
+        usable, gap = start, 0
+    if usable == 0:
+        return FetchPlan("miss", True, 0, lost=lost)
+    replay = gap > policy.max_reprefill_tokens and stored.has_hidden(start, usable)
+    prefill_from = usable if replay or not gap else start
+    plan = FetchPlan(
+        "exact",
+        True,
+        0,
+        used_tokens=usable,
+        prefill_from=prefill_from,
+        checkpoint=checkpoint,
+        replay_first=start if replay else None,
+        lost=lost,
+    )
+    return _with_ranges(plan, stored, shape)
+
+
+def _plan_tail(
+    stored: StoredPrefix, usable: int, policy: CachePolicy, shape: ModelShape
+) -> FetchPlan:
+    """States from the last rows of hiddens alone, at the largest boundary that has them."""
+    boundary = _tail_boundary(stored, usable, policy) if shape.hidden_sources else usable
+    lost = {"hidden_missing": usable - boundary} if boundary < usable else {}
+    if boundary == 0:
+        return FetchPlan("miss", True, 0, lost=lost)
+    rows = tail_rows(boundary, policy)
+    plan = FetchPlan(
+        "tail",
+        rows == boundary,
+        0,
+        used_tokens=boundary,
+        prefill_from=boundary,
+        replay_first=boundary - rows,
+        lost=lost,
+    )
+    return _with_ranges(plan, stored, shape)
+
+
+def _plan_auto(
+    stored: StoredPrefix, usable: int, policy: CachePolicy, shape: ModelShape
+) -> FetchPlan:
+    """Exact where the gap fits, else tail; exact at a smaller boundary where there is no tail."""
+    exact = _plan_exact(stored, usable, policy, shape)
+    if exact.used_tokens == usable:
+        return exact
+    tail = _plan_tail(stored, usable, policy, shape)
+    return tail if tail.used_tokens > exact.used_tokens else exact
+
+
+def _plan_zero(
+    stored: StoredPrefix, usable: int, policy: CachePolicy, shape: ModelShape
+) -> FetchPlan:
+    del policy
+    plan = FetchPlan("zero", False, 0, used_tokens=usable, prefill_from=usable)
+    return _with_ranges(plan, stored, shape)
+
+
+_MODES = {"exact": _plan_exact, "tail": _plan_tail, "auto": _plan_auto, "zero": _plan_zero}
+
+
+def tail_rows(boundary: int, policy: CachePolicy) -> int:
+    """Rows to replay for a tail at `boundary`: k plus the conv's, at most all.
+
+    Source: arXiv 2608.30310, k = ceil(r * m); k_min and the rows for the conv are ours.
+    """
+    tail = max(math.ceil(policy.replay_ratio * boundary), policy.min_tail_tokens)
+    return min(boundary, tail + CONV_ROWS)
+
+
+def _tail_boundary(stored: StoredPrefix, usable: int, policy: CachePolicy) -> int:
+    """Largest boundary, at most `usable`, whose tail of hiddens exists; 0 if there is none."""
+    for first, end in reversed(stored.hidden):
+        boundary = min(end, usable)
+        if boundary > first and boundary - tail_rows(boundary, policy) >= first:
+            return boundary
+    return 0
+
+
+def _with_ranges(plan: FetchPlan, stored: StoredPrefix, shape: ModelShape) -> FetchPlan:
+    """Adds what to load: state, hiddens by source in replay order, then KV layer by layer.
+
+    Last comes what only the write-back needs: the hiddens at the start of the page in which the
+    model starts to compute, without which that page could not be stored.
+    """
+    ranges = []
+    if plan.checkpoint is not None:
+        end, name = plan.checkpoint.token, plan.checkpoint.prefix_hash
+        ranges.append(_range(Kind.CHECKPOINT, end - 1, end, prefix_hash=name))
+    if plan.replay_first is not None:
+        for source in range(shape.hidden_sources):
+            ranges.append(
+                _range(Kind.HIDDEN, plan.replay_first, plan.prefill_from, first=source, units=1)
+            )
+    if plan.prefill_from:
+        for layer in range(shape.fa_layers):
+            first = layer * shape.kv_heads
+            ranges.append(_range(Kind.KV, 0, plan.prefill_from, first=first, units=shape.kv_heads))
+    page = plan.prefill_from // PAGE_TOKENS * PAGE_TOKENS
+    late = 0
+    if (
+        plan.exact
+        and page < plan.prefill_from
+        and shape.hidden_sources
+        and stored.has_hidden(page, plan.prefill_from)
+        and (plan.replay_first is None or plan.replay_first > page)
+    ):
+        ranges.append(_range(Kind.HIDDEN, page, plan.prefill_from))
+        late = 1
+    return replace(plan, ranges=tuple(ranges), late_ranges=late)
+
+
+def _range(
+    kind: Kind, start: int, end: int, *, first: int = 0, units: int = 0, prefix_hash: bytes = b""
+) -> pb.Range:
+    return pb.Range(
+        kind=pb.Kind.ValueType(kind),
+        first_token=start,
+        end_token=end,
+        first_unit=first,
+        units=units,
+        prefix_hash=prefix_hash,
+    )
+
+
+def _lost_kv(stored: StoredPrefix, matched: int, usable: int) -> dict[str, int]:
+    """Reasons for matched tokens beyond those with exact keys and values."""
+    inexact = min(stored.inexact_tokens, matched - usable)
+    reasons = {"provenance": inexact, "kv_missing": matched - usable - inexact}
+    return {reason: tokens for reason, tokens in reasons.items() if tokens}
+
+
+def _added(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
+    return {reason: a.get(reason, 0) + b.get(reason, 0) for reason in {**a, **b}}
+
+
+def _is(run: pb.Run, kind: Kind, provenance: pb.Provenance.ValueType) -> bool:
+    return int(run.kind) == kind and run.provenance == provenance
+
+
+def _covered(spans: Sequence[tuple[int, int]]) -> int:
+    """Tokens from 0 on that spans cover without a hole."""
+    merged = _merged(spans)
+    return merged[0][1] if merged and merged[0][0] == 0 else 0
+
+
+def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for first, end in sorted(spans):
+        if merged and merged[-1][1] >= first:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((first, end))
+    return merged

@@ -1,0 +1,46 @@
+"""How an engine uses the store: mode, replay budget, deadlines."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Mode = Literal["exact", "tail", "auto", "zero", "off"]
+"""What a request asks for.
+
+exact: the nearest checkpoint, and the gap to the boundary closed exactly.
+tail: every state rebuilt from the last k hiddens alone; approximate.
+auto: exact where the gap fits the replay budget, else tail.
+zero: keys and values with zero states; for evaluation only.
+off: plain prefill, the store is not asked.
+"""
+
+
+class CachePolicy(BaseModel):
+    """Settings of one engine, or of one request."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    mode: Annotated[Mode, Field(description="how a hit is used")] = "exact"
+    replay_ratio: Annotated[
+        float, Field(gt=0, le=1, description="r: tail length as a part of the matched tokens")
+    ] = 0.05
+    min_tail_tokens: Annotated[int, Field(ge=4, description="k_min: shortest tail, in tokens")] = 64
+    error_budget: Annotated[
+        float, Field(gt=0, description="relative state error that `auto` may spend")
+    ] = 0.1
+    max_replay_tokens: Annotated[
+        int, Field(ge=0, description="longest gap that `exact` closes, in tokens")
+    ] = 2048
+    max_reprefill_tokens: Annotated[
+        int, Field(ge=0, description="gaps up to this are prefilled again instead of replayed")
+    ] = 256
+    prefill_chunk_tokens: Annotated[
+        int, Field(ge=64, description="prefill step; a checkpoint is kept after each")
+    ] = 1024
+    match_timeout_s: Annotated[float, Field(gt=0, description="deadline of a lookup")] = 0.25
+    stall_timeout_s: Annotated[
+        float, Field(gt=0, description="longest pause in a load before it is given up")
+    ] = 2.0
+    put_timeout_s: Annotated[float, Field(gt=0, description="deadline of one write-back")] = 60.0
