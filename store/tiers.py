@@ -253,7 +253,10 @@ class Tiers:
 
     def resident(self, names: Sequence[ObjectName]) -> list[bool]:
         """Say for each object whether it is in the CPU tier."""
-        return [self._l1.get_object_state(_key(name)) is not None for name in names]
+        keys = [_key(name) for name in names]
+        return [
+            key not in self._doomed and self._l1.get_object_state(key) is not None for key in keys
+        ]
 
     def evict(self, names: Sequence[ObjectName]) -> int:
         """Drop objects from the CPU tier, except those pinned or on their way to Redis.
@@ -261,6 +264,7 @@ class Tiers:
         Returns:
             Bytes of the pool that became free.
         """
+        self._purge()
         sizes = {}
         for key in map(_key, names):
             if (state := self._l1.get_object_state(key)) is not None:

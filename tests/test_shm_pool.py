@@ -1,0 +1,107 @@
+"""The pool in shared memory that is too small for it: each time in a /dev/shm of its own."""
+
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from tailreplay.store.shm_pool import affordable_bytes, pool_name
+
+MIB = 1 << 20
+UNSHARE = ["unshare", "--user", "--map-root-user", "--mount"]
+
+
+def run_with_small_shm(script: str) -> str:
+    """Run a script where /dev/shm has 64 MiB; what it prints."""
+    mount = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
+    if shutil.which("unshare") is None or subprocess.call(
+        [*UNSHARE, "sh", "-c", mount, "", "true"]
+    ):
+        pytest.skip("needs a mount namespace")
+    words = [*UNSHARE, "sh", "-c", mount, "", sys.executable, "-P", "-c", textwrap.dedent(script)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, f"exit {done.returncode}: {done.stderr}"
+    return done.stdout + done.stderr
+
+
+def test_a_pool_takes_three_quarters_of_what_is_free_at_most():
+    assert affordable_bytes(MIB, 64 * MIB) == MIB
+    assert affordable_bytes(1024 * MIB, 64 * MIB) == 48 * MIB
+    assert affordable_bytes(MIB + 1, 64 * MIB) == MIB
+    assert affordable_bytes(MIB, 0) == 0
+
+
+def test_names_differ_by_identity_and_are_those_that_lmcache_keeps():
+    assert pool_name("a") != pool_name("b")
+    assert pool_name("unix:///a/b.sock").startswith("lmcache_l1_pool_")
+    assert "/" not in pool_name("unix:///a/b.sock")
+
+
+def test_a_pool_larger_than_shared_memory_shrinks_with_one_warning_and_can_be_filled():
+    said = run_with_small_shm(
+        """
+        import logging, os
+        os.environ.update(LMCACHE_TRACK_USAGE="false", LMCACHE_LOG_LEVEL="ERROR")
+        logging.basicConfig(format="%(levelname)s %(message)s")
+        from tailreplay.store.objects import Kind, ObjectName
+        from tailreplay.store.tiers import PutOutcome, Tiers
+
+        tiers = Tiers(
+            pool_bytes=1 << 30, identity="small", redis_url=None,
+            on_redis_stored=print, on_redis_failed=print,
+        )
+        def fill(memory):
+            memory[:] = bytes([7]) * len(memory)
+        count = 0
+        while tiers.put(
+            ObjectName(bytes(32), Kind.KV, count.to_bytes(32, "big")), 1 << 20, fill
+        ) is PutOutcome.STORED:
+            count += 1
+        print(tiers.pool_bytes >> 20, count)
+        tiers.close()
+        print(os.listdir("/dev/shm"))
+        """
+    )
+    assert said.count("WARNING") == 1
+    assert "48 48\n[]\n" in said
+
+
+def test_memory_that_others_took_meanwhile_makes_the_pool_smaller_still():
+    said = run_with_small_shm(
+        """
+        import logging, os
+        logging.basicConfig(format="%(levelname)s %(message)s")
+        from tailreplay.store.errors import LimitExceeded
+        from tailreplay.store.shm_pool import ShmPool
+
+        class Segment:
+            def __init__(self, path, size):
+                self.path = path
+                with open(path, "wb") as file:
+                    file.truncate(size)
+            def close(self):
+                self.path.unlink()
+
+        pool = ShmPool("raced")
+        def construct(size):
+            ballast = os.open("/dev/shm/ballast", os.O_RDWR | os.O_CREAT)
+            os.posix_fallocate(ballast, 0, 32 << 20)
+            os.close(ballast)
+            return Segment(pool.path, size)
+        segment, size = pool.build(1 << 30, construct)
+        print(size >> 20, os.stat(segment.path).st_blocks * 512 == size)
+        segment.close()
+
+        with open("/dev/shm/more", "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, 31 << 20)
+        try:
+            pool.build(1 << 30, construct)
+        except LimitExceeded as error:
+            print(error)
+        """
+    )
+    assert said.count("WARNING") == 1
+    assert "27 True\n" in said
+    assert "pool of 1073741824 bytes: /dev/shm has 1048576 bytes free" in said
