@@ -1,0 +1,59 @@
+"""One engine process of the demo: reads a request per line of JSON, answers with a line.
+
+A request is {"tokens": [...], "policy": {...}, "compare": bool}; with `compare` the same prompt is
+prefilled once more without the store, for the time and the logits of a cold run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tailreplay.connector.demo_model import demo_model
+from tailreplay.connector.hf import CachePolicy, HybridEngine
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_NEW_TOKENS = 8
+
+
+def answer(engine: HybridEngine, request: dict[str, Any]) -> dict[str, Any]:
+    """Runs one request; `largest_difference` is max|a - b| / max|b| of the first logits."""
+    policy = CachePolicy.model_validate(request["policy"])
+    out = engine.generate(request["tokens"], _NEW_TOKENS, policy=policy)
+    stored = engine.flush()
+    result: dict[str, Any] = {"report": out.report, "tokens": out.tokens, "stored": stored}
+    if request.get("compare"):
+        cold = engine.generate(request["tokens"], _NEW_TOKENS, policy=CachePolicy(mode="off"))
+        result |= {
+            "cold_ttft_s": cold.report["ttft_s"],
+            "same_tokens": cold.tokens == out.tokens,
+            "largest_difference": largest_difference(out.first_logits, cold.first_logits),
+        }
+    return result
+
+
+def largest_difference(logits: Tensor, reference: Tensor) -> float:
+    """max|a - b| / max|b|."""
+    return float((logits - reference).abs().max() / reference.abs().max())
+
+
+def main() -> None:
+    """Serves standard input until it ends."""
+    torch.set_num_threads(1)
+    with HybridEngine(demo_model(), sys.argv[1]) as engine:
+        # The first forward in a process is slow; it is no part of what is shown.
+        engine.generate([0] * 128, 2, policy=CachePolicy(mode="off"))
+        sys.stdout.write('{"ready": true}\n')
+        sys.stdout.flush()
+        for line in sys.stdin:
+            sys.stdout.write(json.dumps(answer(engine, json.loads(line))) + "\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

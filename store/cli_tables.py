@@ -1,0 +1,90 @@
+"""Answers of the CLI as tables for a terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def human_bytes(size: float) -> str:
+    """A size with a binary unit, such as `1.5 MiB`."""
+    for unit in _UNITS:
+        if size < 1024 or unit == _UNITS[-1]:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError("the last unit always returns")
+
+
+def facts(console: Console, answer: dict[str, Any]) -> None:
+    """Names and values, one per line."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in answer.items():
+        table.add_row(name, _shown(name, value))
+    console.print(table)
+
+
+def describe(console: Console, answer: dict[str, Any]) -> None:
+    """Identity, settings, namespaces."""
+    facts(console, {"version": answer["version"], "boot_id": f"{answer['boot_id']:016x}"})
+    console.print("\nsettings in force")
+    facts(console, dict(sorted(answer["settings"].items())))
+    console.print(f"\n{len(answer['namespaces'])} namespaces")
+    if answer["namespaces"]:
+        table = _table("namespace", "blocks", "kv a token", "hidden a token", "a checkpoint")
+        for space in answer["namespaces"]:
+            sizes = ("kv_bytes_per_token", "hidden_bytes_per_token", "checkpoint_bytes")
+            table.add_row(
+                space["namespace"],
+                str(space["blocks"]),
+                *(human_bytes(space[name]) if space[name] else "?" for name in sizes),
+            )
+        console.print(table)
+
+
+def stats(console: Console, answer: dict[str, Any]) -> None:
+    """Counters, then bytes by tier and kind."""
+    facts(console, {name: value for name, value in answer.items() if name != "tiers"})
+    if answer["tiers"]:
+        table = _table("tier", "kind", "objects", "bytes")
+        for row in answer["tiers"]:
+            tier, kind = _word(row["tier"]), _word(row["kind"])
+            table.add_row(tier, kind, str(row["objects"]), human_bytes(row["bytes"]))
+        console.print(table)
+
+
+def explain(console: Console, answer: dict[str, Any]) -> None:
+    """What is stored of a prompt."""
+    facts(console, {name: answer[name] for name in ("prompt_tokens", "matched_tokens")})
+    table = _table("kind", "tokens", "tier", "provenance")
+    for run in answer["runs"]:
+        span = f"{run['first_token']} to {run['end_token']}"
+        table.add_row(_word(run["kind"]), span, _word(run["tier"]), _word(run["provenance"]))
+    for point in answer["checkpoints"]:
+        table.add_row(
+            "checkpoint", f"at {point['token']}", _word(point["tier"]), _word(point["provenance"])
+        )
+    console.print(table)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="left", no_wrap=True)
+    return table
+
+
+def _word(enum_name: str) -> str:
+    """`TIER_CPU` as `cpu`."""
+    return enum_name.partition("_")[2].lower()
+
+
+def _shown(name: str, value: Any) -> str:  # noqa: ANN401 - JSON
+    if name.endswith("_bytes") and str(value).isdecimal():
+        return human_bytes(int(value))
+    return "-" if value is None else str(value)

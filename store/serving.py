@@ -1,0 +1,58 @@
+"""Runs a store in the foreground until a signal ends it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+from tailreplay.store.config import StoreConfig
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def serve_until_stopped(flags: dict[str, Any], file: Path | None) -> None:
+    """Serves until SIGTERM or SIGINT, then lets running calls end.
+
+    Args:
+        flags: settings of the command line.
+        file: JSON object with settings; None = none.
+
+    Raises:
+        ValueError: a setting is wrong.
+        TailReplayError: the address is taken, or there is no room for a pool.
+    """
+    config = _config(flags, file)
+    logging.basicConfig(level=logging.INFO, format=_FORMAT)
+    # The tier engine reports home and draws a banner unless told not to before it is imported.
+    os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
+    os.environ.setdefault("LMCACHE_DISABLE_BANNER", "1")
+    os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
+    from tailreplay.store.server import StoreServer
+
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    server = StoreServer(config)
+    settings = ", ".join(
+        f"{k}={v}" for k, v in sorted(config.model_dump().items()) if k != "redis_url"
+    )
+    logging.getLogger(__name__).info("settings: %s", settings)
+    stopped.wait()
+    server.stop()
+
+
+def _config(flags: dict[str, Any], file: Path | None) -> StoreConfig:
+    """Flags over environment over file over defaults."""
+    from_file = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
+    in_environment = {
+        name for name in StoreConfig.model_fields if f"TAILREPLAY_{name.upper()}" in os.environ
+    }
+    kept = {k: v for k, v in from_file.items() if k not in in_environment}
+    return StoreConfig(**{**kept, **flags})
