@@ -1,0 +1,69 @@
+"""What a miniature is taught, in which order.
+
+A recipe is a list of levels. Training goes up a level when the running share of right answers to
+needles passes `pass_at`; lengths are therefore raised by success, not by time.
+"""
+
+from dataclasses import dataclass, field
+
+from mini.tasks import Load
+
+
+@dataclass(frozen=True)
+class Level:
+    """One step of the curriculum."""
+
+    length: int
+    """Tokens a sample."""
+    speedup: float | None = 1.0
+    """Factor on the log decay of every GDN head; None leaves GDN only its convolution."""
+    mix: dict[str, float] = field(default_factory=dict)
+    """Task -> share of the samples."""
+    keys: int = 8
+    """Keys of a needle sample, variables of a tracking sample."""
+    questions: int = 4
+    hops: int = 1
+    packed: float = 0.5
+    """Share of the needle samples without text between the records."""
+    cut: float = 0.0
+    """Share of the steps on needles alone with the states emptied before the questions."""
+    pass_at: float = 0.9
+    alphabet: tuple[int, int] = (512, 90)
+    """How many words serve as keys, and how many numbers as values."""
+    batch_tokens: int = 4096
+    """Tokens a step."""
+
+    def load(self, packed: bool) -> Load:
+        """The hardness of this level's recall tasks; packed ones ask half of what they hold."""
+        questions = self.length // 8 - 1 if packed else self.questions
+        return Load(self.length, self.keys, questions, self.hops, packed, self.alphabet)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A curriculum and the settings of the optimiser."""
+
+    levels: tuple[Level, ...]
+    rate: float = 5e-3
+    """Learning rate of the matrices (Muon); the rest (AdamW) has 0.4 times as much."""
+    shape: dict[str, int] = field(default_factory=dict)
+    """Changes to the shape of the model."""
+
+
+WARM = {"needles": 0.6, "copy": 0.15, "text": 0.25}
+MIXED = {"needles": 0.3, "track": 0.15, "common": 0.15, "copy": 0.05, "text": 0.35}
+
+RECIPES = {
+    "retrieval": Recipe(
+        (
+            Level(64, None, WARM, packed=1.0, alphabet=(32, 12)),
+            Level(64, None, WARM, packed=1.0, alphabet=(128, 24)),
+            Level(128, None, WARM, packed=1.0),
+            Level(256, None, WARM, keys=16),
+            *(Level(256, speedup, MIXED, keys=16) for speedup in (1000, 100, 30, 10, 3, 1)),
+            Level(512, 1.0, MIXED, keys=32),
+            Level(1024, 1.0, MIXED, keys=48),
+            Level(2048, 1.0, MIXED, keys=64),
+        )
+    ),
+}

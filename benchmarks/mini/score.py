@@ -1,0 +1,66 @@
+"""Scores of a miniature: full prefill, states zeroed at the boundary, or replayed from a tail."""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Qwen3_5ForCausalLM
+
+from mini.forward import Memory, Stored, extend, hidden_states, replay
+from mini.tasks import TASKS, Corpus, Load, Sample
+
+RATIOS = {"full": None, "zero": 0.0, "tail20": 0.2}
+"""Column -> share of the prefix replayed; None keeps the states of the prefill."""
+
+
+@torch.no_grad()
+def recall(
+    model: Qwen3_5ForCausalLM,
+    corpus: Corpus,
+    task: str,
+    load: Load,
+    samples: int = 32,
+    speedup: float | None = 1.0,
+) -> dict[str, float]:
+    """Share of answers that are the most probable token, by column of `RATIOS`."""
+    rng = np.random.default_rng(1)
+    rows = [TASKS[task](corpus, rng, load) for _ in range(samples)]
+    rows = [row for row in rows if row.boundary == rows[0].boundary]
+    batch = max(1, 8192 // load.length)
+    hits: dict[str, list[Tensor]] = {}
+    for i in range(0, len(rows), batch):
+        for name, found in _hits(model, rows[i : i + batch], speedup).items():
+            hits.setdefault(name, []).append(found)
+    return {name: torch.cat(found).float().mean().item() for name, found in hits.items()}
+
+
+@torch.no_grad()
+def text_loss(
+    model: Qwen3_5ForCausalLM, corpus: Corpus, length: int = 512, speedup: float | None = 1.0
+) -> float:
+    """Mean loss in nats a token on held-back text, over the second half of each passage."""
+    rng = np.random.default_rng(1)
+    ids = torch.from_numpy(
+        np.stack([corpus.passage(rng, length, held_back=True) for _ in range(16)])
+    )
+    half = length // 2
+    logits = model.lm_head(hidden_states(model, ids, Memory(None, speedup))[:, half - 1 : -1])
+    return F.cross_entropy(logits.flatten(0, 1), ids[:, half:].flatten()).item()
+
+
+def _hits(
+    model: Qwen3_5ForCausalLM, rows: list[Sample], speedup: float | None
+) -> dict[str, Tensor]:
+    ids = torch.from_numpy(np.stack([row.ids for row in rows]))
+    m = rows[0].boundary
+    answer = torch.from_numpy(np.stack([row.answer for row in rows]))[:, m:]
+    _, stored = extend(model, ids[:, :m], None, speedup)
+    found = {}
+    for name, ratio in RATIOS.items():
+        states = stored.states
+        if ratio is not None:
+            states = replay(model, stored.hidden, round(ratio * m), speedup)
+        out, _ = extend(model, ids[:, m:], Stored(stored.kv, {}, states), speedup)
+        guess = model.lm_head(out[:, :-1]).argmax(-1)
+        found[name] = (guess == ids[:, m + 1 :])[answer[:, 1:]]
+    return found

@@ -1,0 +1,169 @@
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+import train_mini
+from mini import forward, model, tasks
+from mini.recipes import Level, Recipe
+from mini.tokenizer import Tokenizer, learn_words, tidy
+
+TOKENIZER = Tokenizer.load()
+TINY = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return tasks.Corpus(TOKENIZER, (tasks.NOVELS[1],))
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return model.new_model(model.shape(512, **TINY), seed=3).eval()
+
+
+@given(st.text())
+def test_any_text_survives_encoding(text):
+    assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
+
+
+def test_a_needle_is_four_tokens():
+    tokens = [TOKENIZER.tokens[i] for i in TOKENIZER.encode(" Emma = 42;")]
+    assert tokens == [b" Emma", b" =", b" 42", b";"]
+
+
+def test_learned_words_start_with_the_numbers_and_fill_the_size():
+    words = learn_words(tidy("the cat and\nthe _hat_ and the bat " * 5), 257 + 95)
+    assert words[0] == " 10"
+    assert len(words) == 95
+    assert " the" in words
+
+
+@pytest.mark.parametrize("name", sorted(tasks.TASKS))
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_sample_has_its_length_and_asks_after_its_boundary(corpus, name, packed):
+    load = tasks.Load(96, keys=8, questions=3, hops=2, packed=packed)
+    row = tasks.TASKS[name](corpus, np.random.default_rng(0), load)
+    assert len(row.ids) == len(row.answer) == len(row.text) == 96
+    assert not row.answer[: row.boundary].any()
+    assert row.answer.any() != row.text.all()
+
+
+def test_every_question_has_its_record_in_the_prefix(corpus):
+    load = tasks.Load(128, keys=12, questions=5)
+    row = tasks.needles(corpus, np.random.default_rng(1), load)
+    prefix = row.ids[: row.boundary].tolist()
+    for place in np.flatnonzero(row.answer):
+        key, value = row.ids[place - 2], row.ids[place]
+        found = [
+            i
+            for i, token in enumerate(prefix)
+            if [token, *prefix[i + 1 : i + 3]] == [key, corpus.equals, value]
+        ]
+        assert len(found) == 1
+
+
+def test_a_chain_leads_from_the_question_to_its_value(corpus):
+    row = tasks.track(corpus, np.random.default_rng(2), tasks.Load(160, 9, 3, hops=2))
+    ids = row.ids.tolist()
+    set_to = {ids[i - 1]: ids[i + 1] for i, token in enumerate(ids) if token == corpus.equals}
+    for place in np.flatnonzero(row.answer):
+        assert set_to[set_to[set_to[ids[place - 2]]]] == ids[place]
+
+
+@pytest.mark.model
+def test_the_training_path_computes_what_transformers_computes(tiny):
+    ids = torch.randint(0, 512, (2, 150), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted = tiny(ids).logits
+        got = tiny.lm_head(forward.hidden_states(tiny, ids))
+    torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.model
+def test_a_split_prefill_and_a_replay_of_everything_change_nothing(tiny):
+    ids = torch.randint(0, 512, (2, 150), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        wanted = forward.hidden_states(tiny, ids)[:, 83:]
+        _, stored = forward.extend(tiny, ids[:, :83], None)
+        states = forward.replay(tiny, stored.hidden, 83)
+        for kept in (stored.states, states):
+            got, _ = forward.extend(tiny, ids[:, 83:], forward.Stored(stored.kv, {}, kept))
+            torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.model
+def test_a_cut_is_a_prefix_whose_states_are_lost(tiny):
+    ids = torch.randint(0, 512, (1, 90), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        got = forward.hidden_states(tiny, ids, forward.Memory(cut=70))[:, 70:]
+        _, stored = forward.extend(tiny, ids[:, :70], None)
+        wanted, _ = forward.extend(tiny, ids[:, 70:], forward.Stored(stored.kv, {}, {}))
+    torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.model
+def test_heads_start_with_half_lives_from_a_few_to_thousands_of_tokens(tiny):
+    lives = sorted(life for layer in model.half_lives(tiny) for life in layer)
+    assert lives[0] == pytest.approx(3.0, rel=1e-3)
+    assert lives[-1] == pytest.approx(3000.0, rel=1e-3)
+
+
+@pytest.mark.model
+def test_a_resumed_run_ends_where_an_unbroken_one_does(corpus, tmp_path):
+    unbroken, first, second = (_trainer(corpus) for _ in range(3))
+    for _ in range(4):
+        unbroken.step()
+    first.step()
+    first.step()
+    first.snapshot(tmp_path / "last.pt")
+    second.resume(tmp_path / "last.pt")
+    second.step()
+    second.step()
+    assert second.progress == unbroken.progress
+    for got, wanted in zip(second.model.parameters(), unbroken.model.parameters(), strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.model
+def test_training_rises_a_level_once_needles_are_answered(corpus):
+    trainer = _trainer(corpus)
+    trainer.progress["right"] = 0.99
+    trainer.step()
+    assert trainer.progress["level"] == 1
+
+
+@pytest.mark.model
+def test_exported_weights_load_into_transformers_with_the_speedup_folded_in(
+    corpus, tmp_path, monkeypatch
+):
+    trainer = _trainer(corpus)
+    trainer.progress["level"] = 1
+    before = trainer.model.model.layers[0].linear_attn.A_log.clone()
+    trainer.export(tmp_path / "small.safetensors")
+    monkeypatch.setattr(model, "HOME", tmp_path)
+    loaded = model.load("small")
+    gate = loaded.model.layers[0].linear_attn.A_log
+    torch.testing.assert_close(gate, before + np.log(2.0))
+    torch.testing.assert_close(trainer.model.model.layers[0].linear_attn.A_log, before)
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        got = loaded(ids).logits
+        wanted = forward.hidden_states(trainer.model, ids, forward.Memory(None, 2.0))
+    torch.testing.assert_close(got, trainer.model.lm_head(wanted), atol=0.1, rtol=0.1)
+
+
+def _trainer(corpus):
+    mix = {"needles": 0.5, "text": 0.5}
+    levels = tuple(
+        Level(32, speedup, mix, keys=2, questions=2, batch_tokens=128) for speedup in (None, 2.0)
+    )
+    args = argparse.Namespace(seed=5, tokens=10_000)
+    return train_mini.Trainer(Recipe(levels, shape=TINY), corpus, len(TOKENIZER), args)
