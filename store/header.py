@@ -24,19 +24,21 @@ All numbers are little-endian. Specified in docs/format.md, held fast by golden 
        132     4  page count
        136    4n  crc32c of each page, unit-major
          .     4  crc32c of everything before it
+         .     .  zeros up to the payload
 """
 
 from __future__ import annotations
 
+import math
 import struct
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from tailreplay.store.checksum import crc32c
 from tailreplay.store.errors import IntegrityError, InvalidRequest
 from tailreplay.store.geometry import MAX_PAGE_BYTES, Dtype, Geometry, StateLayout
 from tailreplay.store.namespace import FORMAT_VERSION
-from tailreplay.store.objects import PAGE_TOKENS, Kind, ObjectName, Provenance
+from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Kind, ObjectName, Provenance
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,6 +48,9 @@ _FIXED = struct.Struct("<4sHBBIQ32s32sIIIfBBBB6III")
 _ALIGN = 64
 MAX_HEADER_BYTES = 1 << 20
 """Largest header a reader accepts, in bytes."""
+
+_SHAPE_FIELDS = {Kind.KV: 3, Kind.HIDDEN: 2, Kind.CHECKPOINT: 6}
+_MAX_ROWS = {Kind.KV: KV_BLOCK_TOKENS, Kind.HIDDEN: PAGE_TOKENS, Kind.CHECKPOINT: 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +139,10 @@ def build_object(header: Header, payload: bytes | memoryview) -> tuple[bytes, me
     """Header with the payload's page checksums filled in, and the payload, ready to send.
 
     Raises:
-        InvalidRequest: the payload's size or a page's size is not what the geometry allows.
+        InvalidRequest: the geometry is not one of its kind, or the payload has another size.
     """
+    if fault := _fault(header):
+        raise InvalidRequest(f"header of a {header.name.kind.name} object: {fault}")
     view = memoryview(payload).cast("B")
     if len(view) != header.payload_bytes:
         raise InvalidRequest(
@@ -143,17 +150,7 @@ def build_object(header: Header, payload: bytes | memoryview) -> tuple[bytes, me
             f"{header.rows} rows of {header.geometry}"
         )
     crcs = tuple(crc32c(view[start:end]) for start, end in _pages(header.geometry, header.rows))
-    sealed = Header(
-        header.name,
-        header.geometry,
-        header.first_token,
-        header.rows,
-        crcs,
-        header.provenance,
-        header.depth,
-        header.eps,
-    )
-    return sealed.pack(), view
+    return replace(header, page_crcs=crcs).pack(), view
 
 
 def parse_header(data: bytes | memoryview) -> Header:
@@ -163,32 +160,22 @@ def parse_header(data: bytes | memoryview) -> Header:
         IntegrityError: the bytes are no header of this version, or are damaged.
     """
     view = memoryview(data).cast("B")
-    if len(view) < _FIXED.size:
-        raise IntegrityError(f"object has {len(view)} bytes, wanted at least {_FIXED.size}")
-    fields = _FIXED.unpack_from(view)
-    magic, version, kind, provenance, size, payload_size = fields[:6]
-    if magic != MAGIC or version != FORMAT_VERSION:
-        raise IntegrityError(
-            f"object starts with {magic!r} version {version}, "
-            f"wanted {MAGIC!r} version {FORMAT_VERSION}"
-        )
-    pages = fields[-1]
-    if size != header_bytes(pages) or size > min(len(view), MAX_HEADER_BYTES):
-        raise IntegrityError(f"header of {pages} pages says {size} bytes, object has {len(view)}")
-    end = _FIXED.size + 4 * pages
-    if crc32c(view[:end]) != int.from_bytes(view[end : end + 4], "little"):
-        raise IntegrityError("header checksum does not fit")
+    fields, crcs = _sealed_fields(view)
     try:
-        header = _header(fields, struct.unpack_from(f"<{pages}I", view, _FIXED.size), kind)
+        header = _header(fields, crcs)
     except ValueError as error:
         raise IntegrityError(f"header field out of range: {error}") from None
-    if (header.end_token, header.payload_bytes) != (fields[9], payload_size):
+    if fault := _fault(header):
+        raise IntegrityError(f"header of a {header.name.kind.name} object: {fault}")
+    pages = page_count(header.geometry, header.rows)
+    if len(crcs) != pages:
+        raise IntegrityError(f"header lists {len(crcs)} pages, wanted {pages}")
+    end, payload = fields[9], fields[5]
+    if (end, payload) != (header.end_token, header.payload_bytes):
         raise IntegrityError(
-            f"header says rows end at {fields[9]} and {payload_size} payload bytes, its geometry "
-            f"gives {header.end_token} and {header.payload_bytes} (provenance {provenance})"
+            f"header says rows end at {end} and {payload} payload bytes, its geometry "
+            f"gives {header.end_token} and {header.payload_bytes}"
         )
-    if pages != page_count(header.geometry, header.rows):
-        raise IntegrityError(f"header lists {pages} pages, wanted {header.geometry}")
     return header
 
 
@@ -211,28 +198,75 @@ def verify_object(data: memoryview, name: ObjectName) -> Header:
     return header
 
 
-def _header(fields: tuple[object, ...], crcs: tuple[int, ...], kind: int) -> Header:
-    (_, _, _, provenance, _, _, namespace, prefix_hash, first, _, depth, eps) = fields[:12]
+def _sealed_fields(view: memoryview) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """Fixed fields and page checksums of a header whose own checksum fits."""
+    if len(view) < _FIXED.size:
+        raise IntegrityError(f"object has {len(view)} bytes, wanted at least {_FIXED.size}")
+    fields = _FIXED.unpack_from(view)
+    (magic, version), size, pages = fields[:2], fields[4], fields[-1]
+    if magic != MAGIC or version != FORMAT_VERSION:
+        raise IntegrityError(
+            f"object starts with {magic!r} version {version}, "
+            f"wanted {MAGIC!r} version {FORMAT_VERSION}"
+        )
+    if size != header_bytes(pages) or size > min(len(view), MAX_HEADER_BYTES):
+        raise IntegrityError(f"header of {pages} pages says {size} bytes, object has {len(view)}")
+    end = _FIXED.size + 4 * pages
+    if crc32c(view[:end]) != int.from_bytes(view[end : end + 4], "little"):
+        raise IntegrityError("header checksum does not fit")
+    if fields[15] or any(view[end + 4 : size]):
+        raise IntegrityError("header has bytes set that must be zero")
+    return fields, struct.unpack_from(f"<{pages}I", view, _FIXED.size)
+
+
+def _header(fields: tuple[Any, ...], crcs: tuple[int, ...]) -> Header:
+    _, _, kind, provenance, _, _, namespace, prefix_hash, first, _, depth, eps = fields[:12]
     dtype, state_dtype, layout = fields[12:15]
     geometry = Geometry(
-        Kind(kind),
-        Dtype(dtype),  # type: ignore[arg-type]  # struct fields are untyped
-        tuple(fields[16:22]),  # type: ignore[arg-type]
-        Dtype(state_dtype),  # type: ignore[arg-type]
-        StateLayout(layout),  # type: ignore[arg-type]
+        Kind(kind), Dtype(dtype), fields[16:22], Dtype(state_dtype), StateLayout(layout)
     )
-    name = ObjectName(namespace, geometry.kind, prefix_hash)  # type: ignore[arg-type]
-    rows = fields[22]
-    return Header(name, geometry, first, rows, crcs, Provenance(provenance), depth, eps)  # type: ignore[arg-type]
+    name = ObjectName(namespace, geometry.kind, prefix_hash)
+    return Header(name, geometry, first, fields[22], crcs, Provenance(provenance), depth, eps)
+
+
+def _fault(header: Header) -> str:
+    """What is wrong with a header's numbers, taken by themselves; empty when nothing is."""
+    geometry, rows = header.geometry, header.rows
+    most = _MAX_ROWS[geometry.kind]
+    page_bytes = min(rows, PAGE_TOKENS) * geometry.row_bytes
+    if geometry.kind is not header.name.kind or not _is_shape(geometry):
+        return f"{geometry} is no shape of its kind"
+    if not 1 <= rows <= most:
+        return f"{rows} rows, wanted 1 to {most}"
+    if page_bytes > MAX_PAGE_BYTES:
+        return f"a page has {page_bytes} bytes, wanted at most {MAX_PAGE_BYTES}"
+    if not _is_error_figure(header):
+        return f"eps {header.eps} at depth {header.depth} with {header.provenance.name} numbers"
+    return ""
+
+
+def _is_shape(geometry: Geometry) -> bool:
+    used = _SHAPE_FIELDS[geometry.kind]
+    has_state = {
+        geometry.state_dtype is not Dtype.NONE,
+        geometry.state_layout is not StateLayout.NONE,
+    }
+    return (
+        min(geometry.shape[:used]) > 0
+        and not any(geometry.shape[used:])
+        and geometry.dtype is not Dtype.NONE
+        and has_state == {geometry.kind is Kind.CHECKPOINT}
+    )
+
+
+def _is_error_figure(header: Header) -> bool:
+    if header.provenance is Provenance.EXACT:
+        return header.depth == 0 and header.eps == 0
+    return math.isfinite(header.eps) and header.eps >= 0
 
 
 def _pages(geometry: Geometry, rows: int) -> Iterator[tuple[int, int]]:
     """Byte range of each page in a payload, unit-major."""
-    if min(rows, PAGE_TOKENS) * geometry.row_bytes > MAX_PAGE_BYTES:
-        raise InvalidRequest(
-            f"a page of {geometry} has {min(rows, PAGE_TOKENS) * geometry.row_bytes} bytes, "
-            f"wanted at most {MAX_PAGE_BYTES}"
-        )
     unit_bytes = rows * geometry.row_bytes
     page_bytes = PAGE_TOKENS * geometry.row_bytes
     for unit in range(geometry.units):
