@@ -25,6 +25,7 @@ MAX_TOKENS = 1 << 22
 """Longest prefix a store accepts, in tokens."""
 
 _MAX_TOKEN_ID = (1 << 32) - 1
+_MAX_ELEMENT = (1 << 64) - 1
 
 
 def extended_tokens(
@@ -37,9 +38,12 @@ def extended_tokens(
         media: position -> 64-bit digest of (media, offset within it).
 
     Raises:
-        InvalidRequest: an id or a position is out of range.
+        InvalidRequest: an id, a position or a digest is out of range.
     """
-    array = np.asarray(ids)
+    try:
+        array = np.asarray(ids)
+    except ValueError as error:
+        raise InvalidRequest(f"token ids are no list of integers: {error}") from None
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise InvalidRequest(
             f"token ids have shape {array.shape} and dtype {array.dtype}, "
@@ -52,6 +56,8 @@ def extended_tokens(
     for position, value in (media or {}).items():
         if not 0 <= position < len(tokens):
             raise InvalidRequest(f"media position {position} is outside the {len(tokens)} tokens")
+        if not 0 <= value <= _MAX_ELEMENT:
+            raise InvalidRequest(f"media digest {value} is out of range, wanted 64 bits")
         tokens[position] = value
     return tokens
 
