@@ -1,0 +1,84 @@
+"""The namespace digest: another one as soon as any field differs."""
+
+import itertools
+
+import pytest
+from pydantic import ValidationError
+
+from tailreplay.store.namespace import NamespaceFields
+
+BASE = {
+    "model": {
+        "model_type": "qwen3_5_text",
+        "layers": 4,
+        "rope": {"theta": 10000.0, "scaling": None},
+    },
+    "weights_id": "sha256:00",
+    "tokenizer_id": "t",
+    "adapter_digest": None,
+    "tenant_salt": "s",
+    "kv_dtype": "float32",
+    "quantisation": None,
+    "format_version": 1,
+}
+OTHERS = {
+    "model": [
+        {},
+        BASE["model"] | {"layers": 5},
+        BASE["model"] | {"layers": "4"},
+        BASE["model"] | {"layers": 4.0},
+        BASE["model"] | {"rope": {"theta": 10000.0}},
+        BASE["model"] | {"rope": {"theta": 20000.0, "scaling": None}},
+        BASE["model"] | {"rope": {"theta": 10000.0, "scaling": "None"}},
+    ],
+    "weights_id": ["", "sha256:01", "sha256:00 "],
+    "tokenizer_id": ["", "T"],
+    "adapter_digest": ["", "None", "null"],
+    "tenant_salt": ["", "S"],
+    "kv_dtype": ["bfloat16"],
+    "quantisation": ["", "None", "fp8"],
+    "format_version": [2],
+}
+
+
+def digest(**changed: object) -> bytes:
+    return NamespaceFields.model_validate(BASE | changed).digest()
+
+
+def test_digests_are_the_golden_ones():
+    assert digest().hex() == "a6ff5dd49675514327125244c4c71a316631fc53a1f40f7fed63ed97fc9d47dd"
+    empty = NamespaceFields(model={}, weights_id="").digest()
+    assert empty.hex() == "28cd41f57a0e902528538793064e26c5c61966af30680717bb47b919c512a8fa"
+
+
+def test_every_field_is_covered():
+    assert set(BASE) == set(OTHERS) == set(NamespaceFields.model_fields)
+
+
+@pytest.mark.parametrize("field", OTHERS)
+def test_a_change_of_one_field_gives_another_digest(field):
+    digests = {digest(), *(digest(**{field: value}) for value in OTHERS[field])}
+    assert len(digests) == 1 + len(OTHERS[field])
+
+
+def test_a_value_in_another_field_is_another_namespace():
+    names = [name for name in BASE if name not in ("model", "format_version")]
+    empty = BASE | dict.fromkeys(names, "")
+    digests = {NamespaceFields.model_validate(empty | {name: "x"}).digest() for name in names}
+    assert len(digests) == len(names)
+
+
+def test_text_can_not_move_from_one_field_to_the_next():
+    pairs = itertools.permutations(["ab", "a", "b", ""], 2)
+    digests = [digest(tenant_salt=a, tokenizer_id=b) for a, b in pairs]
+    assert len(set(digests)) == len(digests)
+
+
+def test_the_order_of_config_keys_does_not_matter():
+    turned = {key: BASE["model"][key] for key in reversed(BASE["model"])}
+    assert digest(model=turned) == digest()
+
+
+def test_a_field_that_nobody_knows_is_refused():
+    with pytest.raises(ValidationError, match="rank"):
+        NamespaceFields.model_validate(BASE | {"rank": 0})
