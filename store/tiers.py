@@ -349,7 +349,7 @@ class Tiers:
             came = _outcome(part, result)
             loaded.update(came)
             if not came and len(part.keys) > 1 and _was_found(result):
-                # Found and not loaded: there is no contiguous room for all of them.
+                # Found and not loaded: there is no room for all of them, but perhaps for some.
                 first, rest = part.split(len(part.keys) // 2)
                 waiting.extendleft([*rest, first])
         if in_flight:

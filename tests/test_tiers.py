@@ -372,18 +372,19 @@ def test_a_request_beyond_the_pool_brings_what_fits(open_tiers, redis_server, ou
 
 
 @pytest.mark.redis
-def test_a_pool_full_of_holes_takes_a_request_in_pieces(open_tiers, redis_server, outcomes):
+def test_a_pool_with_holes_takes_as_many_as_have_room(open_tiers, redis_server, outcomes):
     tiers = open_tiers(redis_url=redis_server.url)
     wanted = [(name_of(i), MIB) for i in range(8)]
     write_back(tiers, outcomes, *wanted)
-    for i in range(100, 116):
-        put(tiers, name_of(i), MIB)
+    sizes = [MIB] * 8 + [MIB // 2] * 16
+    for i, size in enumerate(sizes):
+        put(tiers, name_of(100 + i), size)
         outcomes.get(timeout=20)
-    for i in range(100, 116, 2):
-        until(lambda i=i: tiers.evict([name_of(i)]))
+    for i in range(0, len(sizes), 2):
+        until(lambda i=i: tiers.evict([name_of(100 + i)]))
+    assert tiers.pool_bytes - tiers.used_bytes == 8 * MIB  # half of it in pieces too small
     pins = pin(tiers, *wanted)
-    assert all(pins)
-    assert {p.source for p in pins} == {"redis"}
+    assert [p and p.source for p in pins] == ["redis"] * 4 + [None] * 4
 
 
 @pytest.mark.redis
@@ -482,8 +483,15 @@ def test_an_object_deleted_on_its_way_to_redis_does_not_stay_there(
 ):
     tiers = open_tiers(redis_url=redis_server.url)
     redis_server.pause()
-    put(tiers, name_of(1), 5000)
-    until(lambda: tiers.evict([name_of(1)]) == 0)  # locked: it is being stored
+
+    def is_being_stored() -> bool:
+        if put(tiers, name_of(1), 5000) is PutOutcome.EXISTS:
+            return True  # and not evicted below, because it is locked
+        if tiers.evict([name_of(1)]):
+            assert outcomes.get(timeout=20) == ("failed", name_of(1))
+        return False
+
+    until(is_being_stored)
     deleting = threading.Thread(target=tiers.delete, args=([name_of(1)],))
     deleting.start()
     assert pin(tiers, (name_of(1), 5000), timeout_s=0.01) == [None]
