@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from lmcache.v1.distributed.api import (
@@ -43,16 +43,14 @@ from lmcache.v1.memory_management import MemoryObj
 from tailreplay.store.objects import Kind, ObjectName
 from tailreplay.store.redis_l2 import TailReplayRedisL2Config, WriteBackListener
 from tailreplay.store.shm_pool import ALIGN_BYTES, ShmPool
-
-logger = logging.getLogger(__name__)
+from tailreplay.store.slices import Slice, cut
+from tailreplay.store.write_back import WriteBack
 
 # It warns of every failed store with all of its keys; the write-back counts them.
 logging.getLogger("lmcache.v1.distributed.storage_controllers.store_controller").setLevel(
     logging.ERROR
 )
 
-_SLICE_BYTES = 8 << 20
-"""Most that one load from Redis asks for: what is urgent waits for one at most."""
 _BULK_SLICES = 4
 """Loads that one `pin` has in flight when it is not urgent."""
 _CLOSE_CHECK_S = 0.2
@@ -141,10 +139,13 @@ class Tiers:
         self._closing = threading.Event()
         self._late = ThreadPoolExecutor(1, "tailreplay-late")
         self._redis = self._manager.l2_adapters()[0][1] if redis else None
-        self._write_back = _WriteBack(
-            on_redis_stored, on_redis_failed, self._unwanted, self._forget
+        self._write_back = WriteBack[ObjectKey](
+            on_stored=lambda keys: on_redis_stored([_name(key) for key in keys]),
+            on_failed=lambda keys: on_redis_failed([_name(key) for key in keys]),
+            unwanted=self._unwanted,
+            forget=self._forget,
         )
-        self._manager.register_l2_listener(self._write_back)
+        self._manager.register_l2_listener(_Listener(self._write_back))
 
     def _construct_l1(self, size_bytes: int) -> L1Manager:
         memory = L1MemoryManagerConfig(
@@ -271,7 +272,7 @@ class Tiers:
                 sizes[key] = state.memory_obj.get_physical_size()
         outcomes = self._l1.delete(list(sizes))
         dropped = [key for key, error in outcomes.items() if error is L1Error.SUCCESS]
-        self._write_back.abandon(dropped)
+        self._write_back.failed(dropped)
         return sum(sizes[key] for key in dropped)
 
     def delete(self, names: Sequence[ObjectName]) -> None:
@@ -327,13 +328,14 @@ class Tiers:
         Returns:
             What came, each with one read lock.
         """
-        waiting = deque(_slices(sizes))
+        waiting = deque(cut(sizes, lambda key: int(key.object_group_id)))
         in_flight: deque[_Load] = deque()
         loaded: dict[ObjectKey, Source] = {}
         most = len(sizes) if urgent else _BULK_SLICES
         while waiting or in_flight:
             while waiting and len(in_flight) < most:
-                fits = (self._free_bytes() - sum(x.bytes for x in in_flight)) // waiting[0].stride
+                taken = self.used_bytes + sum(load.part.pool_bytes for load in in_flight)
+                fits = (self._pool_bytes - taken) // waiting[0].stride_bytes
                 if fits < len(waiting[0].keys) and (in_flight or not fits):
                     break
                 part, rest = waiting.popleft().split(fits)
@@ -357,7 +359,7 @@ class Tiers:
                 self._late.submit(self._collect_late, list(in_flight))
         return loaded
 
-    def _submit(self, part: _Slice) -> PrefetchHandle:
+    def _submit(self, part: Slice[ObjectKey]) -> PrefetchHandle:
         group = GroupedObjectKeys(part.keys, part.keys[0].object_group_id, _layout(part.size))
         return self._manager.submit_prefetch_task(
             PrefetchTaskSpec([group], fetching_policy="full", lock_mode=PrefetchLockMode.LOCK)
@@ -379,16 +381,13 @@ class Tiers:
             if result is not None and (came := _outcome(load.part, result)):
                 self._l1.finish_read(list(came))
 
-    def _free_bytes(self) -> int:
-        return self._pool_bytes - self.used_bytes
-
     def _note_overtaken(self, key: ObjectKey, memory: MemoryObj) -> None:
         """Settle the write-back of an object that a load from Redis has put here meanwhile."""
         if self._redis is None:
             return
         state = self._l1.get_object_state(key)
         if state is not None and state.memory_obj is not memory:
-            self._write_back.on_l2_keys_stored([key], [])
+            self._write_back.stored([key])
 
     def _unwanted(self, keys: Sequence[ObjectKey]) -> list[ObjectKey]:
         """Return those of the keys that were deleted while they were being written to Redis.
@@ -398,9 +397,9 @@ class Tiers:
         with self._lock:
             return [key for key in keys if key in self._doomed]
 
-    def _forget(self, keys: list[ObjectKey]) -> None:
+    def _forget(self, keys: Sequence[ObjectKey]) -> None:
         if self._redis is not None:
-            self._redis.delete(keys)
+            self._redis.delete(list(keys))
 
     def _purge(self) -> None:
         """Drop deleted objects that nobody reads any more."""
@@ -410,7 +409,7 @@ class Tiers:
             doomed = list(self._doomed)
         outcomes = self._l1.delete(doomed)
         gone = [key for key in doomed if outcomes[key] is not L1Error.KEY_IS_LOCKED]
-        self._write_back.abandon(gone)
+        self._write_back.failed(gone)
         with self._lock:
             self._doomed.difference_update(gone)
 
@@ -449,121 +448,31 @@ class Tiers:
         return True
 
 
-class _WriteBack(WriteBackListener):
-    """Keeps book of objects on their way to Redis, and tells the caller how each ended.
+class _Listener(WriteBackListener):
+    """Passes outcomes on, from a thread of the Redis shard; the rest is of no interest."""
 
-    Args:
-        on_stored: told of objects in Redis, on a thread of its own.
-        on_failed: told of the others.
-        unwanted: of keys just stored, those to delete again.
-        forget: deletes them.
-    """
-
-    def __init__(
-        self,
-        on_stored: Callable[[Sequence[ObjectName]], None],
-        on_failed: Callable[[Sequence[ObjectName]], None],
-        unwanted: Callable[[Sequence[ObjectKey]], list[ObjectKey]],
-        forget: Callable[[list[ObjectKey]], None],
-    ) -> None:
-        self._on_stored = on_stored
-        self._on_failed = on_failed
-        self._unwanted = unwanted
-        self._forget = forget
-        self._notices = ThreadPoolExecutor(1, "tailreplay-write-back")
-        # State, under _lock: bytes of each object that is not in Redis yet.
-        self._lock = threading.Lock()
-        self._pending: dict[ObjectKey, int] = {}
-
-    def begin(self, key: ObjectKey, size: int) -> None:
-        """Expect an outcome for an object that is about to become visible."""
-        with self._lock:
-            self._pending[key] = size
-
-    def abandon(self, keys: Sequence[ObjectKey]) -> None:
-        """Take it that these will not be stored: they left the pool before it began."""
-        self._settle(keys, self._on_failed)
-
-    def pending(self) -> tuple[int, int]:
-        """Return how many objects, and bytes, are on their way."""
-        with self._lock:
-            return len(self._pending), sum(self._pending.values())
+    def __init__(self, write_back: WriteBack[ObjectKey]) -> None:
+        self._write_back = write_back
 
     def on_l2_keys_stored(self, keys: list[ObjectKey], sizes: list[int]) -> None:
-        """LMCache's: objects are in Redis; on a thread of the Redis shard."""
-        unwanted = self._unwanted(keys)
-        if unwanted:
-            self._notices.submit(_call, self._forget, unwanted)
-            self._settle(unwanted, self._on_failed)
-        self._settle([key for key in keys if key not in unwanted], self._on_stored)
+        self._write_back.stored(keys)
 
     def on_l2_keys_failed(self, keys: list[ObjectKey]) -> None:
-        """Ours: objects did not get to Redis; on a thread of the Redis shard."""
-        self._settle(keys, self._on_failed)
+        self._write_back.failed(keys)
 
-    def on_l2_keys_accessed(self, keys: list[ObjectKey]) -> None:
-        """LMCache's: of no interest."""
+    def on_l2_keys_accessed(self, keys: list[ObjectKey]) -> None: ...
 
-    def on_l2_keys_deleted(self, keys: list[ObjectKey]) -> None:
-        """LMCache's: of no interest."""
-
-    def close(self) -> None:
-        """Deliver what there is to tell, and stop."""
-        self._notices.shutdown()
-
-    def _settle(
-        self, keys: Sequence[ObjectKey], tell: Callable[[Sequence[ObjectName]], None]
-    ) -> None:
-        with self._lock:
-            names = [_name(key) for key in keys if self._pending.pop(key, None) is not None]
-        if names:
-            self._notices.submit(_call, tell, names)
+    def on_l2_keys_deleted(self, keys: list[ObjectKey]) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Slice:
-    """Objects of one size, to be loaded from Redis together."""
-
-    keys: list[ObjectKey]
-    size: int
-
-    @property
-    def stride(self) -> int:
-        """Bytes of the pool that each takes."""
-        return -(-self.size // ALIGN_BYTES) * ALIGN_BYTES
-
-    def split(self, at: int) -> tuple[_Slice, list[_Slice]]:
-        """Return the first `at` objects, and the rest, if any."""
-        rest = [_Slice(self.keys[at:], self.size)] if at < len(self.keys) else []
-        return _Slice(self.keys[:at], self.size), rest
-
-
-@dataclass(frozen=True, slots=True)
-class _Load:
+class _Load(NamedTuple):
     """A slice under way."""
 
-    part: _Slice
+    part: Slice[ObjectKey]
     handle: PrefetchHandle
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of the pool that it takes, whether already reserved or not."""
-        return len(self.part.keys) * self.part.stride
 
-
-def _slices(sizes: Mapping[ObjectKey, int]) -> list[_Slice]:
-    """Cut a request into loads: one size and one kind each, and no more than _SLICE_BYTES."""
-    alike: dict[tuple[int, int], list[ObjectKey]] = {}
-    for key, size in sizes.items():
-        alike.setdefault((size, key.object_group_id), []).append(key)
-    slices = []
-    for (size, _), keys in alike.items():
-        step = max(1, _SLICE_BYTES // size)
-        slices += [_Slice(keys[i : i + step], size) for i in range(0, len(keys), step)]
-    return slices
-
-
-def _outcome(part: _Slice, result: PrefetchResult) -> dict[ObjectKey, Source]:
+def _outcome(part: Slice[ObjectKey], result: PrefetchResult) -> dict[ObjectKey, Source]:
     """Return what a load brought, or found already brought by another; each is read-locked."""
     if not result.hit_cells:
         return {}
@@ -577,13 +486,6 @@ def _outcome(part: _Slice, result: PrefetchResult) -> dict[ObjectKey, Source]:
 
 def _was_found(result: PrefetchResult) -> bool:
     return bool(result.found_cells and result.found_cells[0].popcount())
-
-
-def _call(tell: Callable[[Any], None], what: Sequence[ObjectName] | Sequence[ObjectKey]) -> None:
-    try:
-        tell(what)
-    except Exception:
-        logger.exception("a caller failed to take note of a write-back")
 
 
 def _construct_manager(l1: L1Manager, redis: list[TailReplayRedisL2Config]) -> StorageManager:
