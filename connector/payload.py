@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from tailreplay.connector.hf_model import HybridModel
+    from tailreplay.connector.vllm_model import ModelDims
 
     Bytes3 = npt.NDArray[np.uint8]
 
@@ -51,7 +52,7 @@ class PayloadCodec:
         ValueError: the model's dtype can not be stored.
     """
 
-    def __init__(self, model: HybridModel) -> None:
+    def __init__(self, model: HybridModel | ModelDims) -> None:
         if model.dtype not in _DTYPES:
             raise ValueError(f"model dtype is {model.dtype}, wanted one of {list(_DTYPES)}")
         self._model = model

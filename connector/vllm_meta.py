@@ -1,0 +1,130 @@
+"""What the scheduler's side of the connector tells the workers in a step, and what they answer.
+
+Both travel inside vLLM's own messages between its processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tailreplay.connector.plan import FetchPlan
+    from tailreplay.store.tokens import ExtendedTokens
+
+BlockIds = tuple[list[int], ...]
+"""Block ids of a request, one list per kv-cache group."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepBegin:
+    """A request whose rows are to be kept for the store.
+
+    Attributes:
+        namespace: 32 bytes.
+        tokens: the prompt.
+        stored_kv_tokens: tokens whose keys and values the store has already.
+        stored_hidden: spans of tokens whose hiddens it has.
+        checkpoints: tokens at which it has states.
+    """
+
+    namespace: bytes
+    tokens: ExtendedTokens
+    stored_kv_tokens: int
+    stored_hidden: tuple[tuple[int, int], ...]
+    checkpoints: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOp:
+    """A prefix to load.
+
+    Attributes:
+        request_id: vLLM's.
+        namespace: 32 bytes.
+        leaf: names the path in the store.
+        tokens: the prompt.
+        plan: boundary, state to start from, what to compute; without ranges.
+        local_tokens: tokens that vLLM has cached itself; block-aligned.
+        block_ids: where to put what is loaded.
+        begin: how the request's rows are kept; None where they are not.
+    """
+
+    request_id: str
+    namespace: bytes
+    leaf: bytes
+    tokens: ExtendedTokens
+    plan: FetchPlan
+    local_tokens: int
+    block_ids: BlockIds
+    begin: KeepBegin | None
+
+
+@dataclass(frozen=True, slots=True)
+class KeepOp:
+    """Rows that this step computes.
+
+    Attributes:
+        request_id: vLLM's.
+        first_token: position of the first row.
+        rows: how many.
+        slot: slot of the first row in the first FA group, by which its place in the batch is found.
+        begin: set with a request's first rows, where no load has said it.
+        state_blocks: block per kv-cache group that holds the state after the last row, where the
+            state is worth keeping (-1 for FA groups); else None.
+        put: whether the prompt is complete with these rows.
+    """
+
+    request_id: str
+    first_token: int
+    rows: int
+    slot: int
+    begin: KeepBegin | None
+    state_blocks: tuple[int, ...] | None
+    put: bool
+
+
+@dataclass(slots=True)
+class StepOps:
+    """The connector metadata of one engine step.
+
+    Attributes:
+        loads: to be fetched from now on.
+        ready: requests whose bytes every rank has; all ranks put them into the cache in this step.
+        dropped: requests whose load is over, by failure (True) or abort (False).
+        keeps: rows to keep, in any order.
+        finished: requests that will have no more rows, with all their tokens; None = forget them.
+    """
+
+    loads: list[LoadOp] = field(default_factory=list)
+    ready: list[str] = field(default_factory=list)
+    dropped: dict[str, bool] = field(default_factory=dict)
+    keeps: list[KeepOp] = field(default_factory=list)
+    finished: dict[str, ExtendedTokens | None] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class WorkerNews:
+    """What workers have to say after a step.
+
+    Attributes:
+        fetched: ranks whose bytes are in, by request.
+        failed: ranks whose load failed, by request.
+        reasons: why, by request.
+    """
+
+    fetched: dict[str, int] = field(default_factory=dict)
+    failed: dict[str, int] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def aggregate(self, other: WorkerNews) -> WorkerNews:
+        """Adds up two ranks' news; called by vLLM."""
+        return WorkerNews(
+            _added(self.fetched, other.fetched),
+            _added(self.failed, other.failed),
+            {**other.reasons, **self.reasons},
+        )
+
+
+def _added(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
+    return {key: a.get(key, 0) + b.get(key, 0) for key in {**a, **b}}

@@ -1,0 +1,109 @@
+"""What a request's prefix is named by: namespace and extended tokens."""
+# ruff: noqa: ANN401 - vLLM's own objects are untyped here
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+
+from tailreplay.connector.vllm_config import digest_files, weights_id
+from tailreplay.store.namespace import NamespaceFields
+from tailreplay.store.tokens import extended_tokens
+
+if TYPE_CHECKING:
+    from tailreplay.connector.vllm_config import VllmSettings
+    from tailreplay.store.tokens import ExtendedTokens
+
+logger = logging.getLogger(__name__)
+
+# What says nothing about what a token's payload means.
+_UNRELATED = {
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "transformers_version",
+    "use_cache",
+}
+
+
+class Namespaces:
+    """Namespace digests of an engine's requests; any thread.
+
+    Args:
+        vllm_config: the engine's config.
+        settings: the connector's.
+    """
+
+    def __init__(self, vllm_config: Any, settings: VllmSettings) -> None:
+        model = vllm_config.model_config
+        config = model.hf_config.to_dict()
+        self._fields = NamespaceFields(
+            model={k: _plain(v) for k, v in config.items() if k not in _UNRELATED},
+            weights_id=weights_id(vllm_config, settings),
+            tokenizer_id=settings.tokenizer_id,
+            tenant_salt=settings.tenant,
+            kv_dtype=str(model.dtype),
+            quantisation=model.quantization,
+        )
+        self._lock = threading.Lock()
+        # Guarded by _lock: digests by (cache salt, adapter), and of adapters by (id, path).
+        self._digests: dict[tuple[str, str | None], bytes] = {}
+        self._adapters: dict[tuple[int, str], str] = {}
+
+    def of(self, request: Any) -> bytes:
+        """The namespace of a request; reads the adapter's files when it is first seen."""
+        salt = request.cache_salt or ""
+        with self._lock:
+            adapter = self._adapter(request.lora_request)
+            key = (salt, adapter)
+            if key not in self._digests:
+                fields = {"adapter_digest": adapter}
+                if salt:
+                    fields["tenant_salt"] = f"{self._fields.tenant_salt}\0{salt}"
+                self._digests[key] = self._fields.model_copy(update=fields).digest()
+            return self._digests[key]
+
+    def _adapter(self, lora: Any) -> str | None:
+        if lora is None:
+            return None
+        key = (lora.lora_int_id, lora.lora_path)
+        if key not in self._adapters:
+            files = sorted(f for f in Path(lora.lora_path).glob("*") if f.is_file())
+            if not files:
+                logger.warning("adapter %s has no files here: not shared", lora.lora_name)
+            self._adapters[key] = digest_files(files) if files else secrets.token_hex(32)
+        return self._adapters[key]
+
+
+def prompt_tokens(request: Any) -> ExtendedTokens:
+    """The prompt's extended tokens: media stand at their own positions."""
+    media: dict[int, int] = {}
+    for feature in request.mm_features or ():
+        place = feature.mm_position
+        for offset in range(place.length):
+            media[place.offset + offset] = media_element(feature.identifier, offset)
+    return extended_tokens(request.prompt_token_ids or [], media)
+
+
+def media_element(identifier: str, offset: int) -> int:
+    """Extended token of position `offset` of a medium: 64 bits above the range of token ids."""
+    data = f"{len(identifier)}:{identifier}:{offset}".encode()
+    value = int.from_bytes(blake3(data).digest(length=8), "little")
+    return value | 1 << 63
+
+
+def _plain(value: Any) -> Any:
+    """A config value as JSON can hold it."""
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value if isinstance(value, str | int | float | bool | type(None)) else str(value)

@@ -1,0 +1,96 @@
+"""Starts vLLM engines in child processes and talks to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """What every vLLM process gets: small, on loopback, with the shims, without telemetry."""
+    return os.environ | {
+        "PYTHONPATH": str(HERE / "vllm_site"),
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CACHE_ROOT": str(folder / "vllm-cache"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def transfer_config(store: str, **extra: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": "TailReplayConnector",
+        "kv_connector_module_path": "tailreplay.connector.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"store": store, **extra},
+    }
+
+
+class Engine:
+    """An engine in a child process; a method call is a command to it."""
+
+    def __init__(self, model: Path, store: str | None, folder: Path, **arguments: Any) -> None:
+        connector = arguments.pop("connector", {})
+        settings = {
+            "model": str(model),
+            "skip_tokenizer_init": True,
+            "max_model_len": 4096,
+            "max_num_batched_tokens": 4096,
+            "max_num_seqs": 16,
+            "enforce_eager": True,
+            "enable_prefix_caching": False,
+            "disable_log_stats": False,
+            "seed": 0,
+            **arguments,
+        }
+        if store is not None:
+            settings["kv_transfer_config"] = transfer_config(store, **connector)
+        self.log = folder / f"engine-{os.urandom(4).hex()}.log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", str(HERE / "vllm_child.py"), json.dumps(settings)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment(folder),
+            )
+        self._answer()
+
+    def __getattr__(self, name: str) -> Any:
+        def call(**arguments: Any) -> Any:
+            assert self.process.stdin is not None
+            self.process.stdin.write(json.dumps({"call": name, **arguments}) + "\n")
+            self.process.stdin.flush()
+            return self._answer()
+
+        return call
+
+    def close(self) -> None:
+        if self.process.poll() is None and self.process.stdin is not None:
+            self.process.stdin.write('{"call": "quit"}\n')
+            self.process.stdin.close()
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise AssertionError(f"the engine ended:\n{self.log.read_text()[-6000:]}")
+        return json.loads(line)
