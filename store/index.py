@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _BLOCK_BYTES = KV_BLOCK_TOKENS * DIGEST_BYTES
+_TIES = 8
+"""Siblings on each side that are looked at for one that shares as many tokens and has KV."""
 
 
 @dataclass(eq=False, slots=True)
@@ -38,6 +40,7 @@ class Record:
         in_redis: whether Redis has it, manifest included.
         nodes: the blocks that list it; siblings share the hidden pages they have in common. For a
             checkpoint the block before the one in which its prefix ends.
+        digest: running digest of a checkpoint's last token; empty for other kinds.
     """
 
     name: ObjectName
@@ -48,6 +51,7 @@ class Record:
     provenance: Provenance = Provenance.EXACT
     in_cpu: bool = False
     in_redis: bool = False
+    digest: bytes = b""
 
     @property
     def exists(self) -> bool:
@@ -101,6 +105,11 @@ class Node:
         """Whether nothing hangs below it."""
         return not self._keys and not self.checkpoints
 
+    @property
+    def has_kv(self) -> bool:
+        """Whether its KV exists in some tier."""
+        return self.kv is not None and self.kv.exists
+
     def child(self, digests: bytes) -> Node | None:
         """The child with exactly these digests."""
         return self._children.get(digests)
@@ -108,18 +117,20 @@ class Node:
     def nearest(self, digests: bytes) -> tuple[Node | None, int]:
         """The child that shares most leading tokens with `digests`, and how many; (None, 0).
 
-        Of two that share equally many, the one whose KV exists is taken.
+        Of those that share equally many, which lie side by side, the nearest with KV is taken.
         """
         at = bisect_left(self._keys, digests)
-        best: tuple[int, bool] = (0, False)
-        found = None
-        for key in self._keys[max(at - 1, 0) : at + 1]:
-            shared = common_tokens(key, digests)
-            child = self._children[key]
-            rank = (shared, child.kv is not None and child.kv.exists)
-            if shared and rank > best:
-                best, found = rank, child
-        return found, best[0]
+        around = self._keys[max(at - 1, 0) : at + 1]
+        shared = max((common_tokens(key, digests) for key in around), default=0)
+        if not shared:
+            return None, 0
+        prefix = digests[: shared * DIGEST_BYTES]
+        tied = [
+            self._children[key]
+            for key in self._keys[max(at - _TIES, 0) : at + _TIES]
+            if key.startswith(prefix)
+        ]
+        return next((child for child in tied if child.has_kv), tied[0]), shared
 
     def before(self, child: Node) -> Node | None:
         """The longest shorter child whose tokens `child` begins with.
@@ -210,7 +221,8 @@ class TokenIndex:
             start = matched * DIGEST_BYTES
             block = digests[start : start + _BLOCK_BYTES]
             child, shared = node.child(block), len(block) // DIGEST_BYTES
-            if child is None:
+            if child is None or not child.has_kv:
+                # A sibling that goes on from an evicted partial block may have its KV.
                 child, shared = node.nearest(block)
             if node.checkpoints:
                 checkpoints += _checkpoints_on(node, block[: shared * DIGEST_BYTES])
@@ -291,27 +303,37 @@ class TokenIndex:
         """The record of a state that ends in a block below `parent`; made if it is new."""
         record = self._records.get(name)
         if record is None:
-            record = Record(name, end_token - 1, 1, [parent])
+            record = Record(name, end_token - 1, 1, [parent], digest=digest)
             self._records[name] = record
             parent.checkpoints[digest] = record
         return record
 
     def prune(self, record: Record) -> None:
         """Forgets what hangs on a record without payload: itself, and blocks that hold nothing."""
-        if record.exists:
+        if record.exists or self._records.get(record.name) is not record:
             return
+        if record.name.kind is Kind.CHECKPOINT:
+            del self._records[record.name]
+            del record.nodes[0].checkpoints[record.digest]
         for node in tuple(record.nodes):
-            if record.name.kind is Kind.CHECKPOINT:
-                self._records.pop(record.name, None)
-                node.checkpoints = {d: r for d, r in node.checkpoints.items() if r is not record}
             at: Node | None = node
             while at is not None and at.parent is not None and _is_empty(at):
                 self._drop(at)
                 at = at.parent
 
+    def prune_block(self, namespace: bytes, prefix_hash: bytes) -> None:
+        """Forgets a block, and those before it, if they hold nothing."""
+        node = self._nodes.get((namespace, prefix_hash))
+        if node is not None and node.kv is not None:
+            self.prune(node.kv)
+
     def nodes(self, namespace: bytes) -> int:
         """Blocks in a namespace."""
         return sum(1 for space, _ in self._nodes if space == namespace)
+
+    def tokens(self, namespace: bytes) -> int:
+        """Tokens in a namespace's blocks."""
+        return sum(node.tokens for (space, _), node in self._nodes.items() if space == namespace)
 
     def namespaces(self) -> tuple[bytes, ...]:
         """Namespaces with a tree."""
@@ -372,9 +394,9 @@ def _block(
 
 
 def _is_empty(node: Node) -> bool:
-    """Whether a block holds no payload and nothing hangs below it."""
-    payload = node.kv is not None and (node.kv.exists or any(r.exists for r in node.hidden))
-    return node.is_leaf and not payload
+    """Whether nothing hangs below a block and no payload would go with it."""
+    own = any(record.exists and len(record.nodes) == 1 for record in node.hidden)
+    return node.is_leaf and not node.has_kv and not own
 
 
 def _checkpoints_on(parent: Node, digests: bytes) -> list[Record]:

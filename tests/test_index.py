@@ -1,0 +1,325 @@
+"""The token index against a plain list of sequences."""
+
+import time
+from itertools import takewhile
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from store_objects import Prefix
+
+from tailreplay.store.index import Node, Record, TokenIndex
+from tailreplay.store.objects import Kind
+
+SPACE = bytes(32)
+
+
+def shared_tokens(a, b) -> int:
+    """Longest common prefix, by looking."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+def insert(index: TokenIndex, prefix: Prefix) -> Node:
+    return index.insert(prefix.namespace, prefix.digests, prefix.chain.prefix_hash)
+
+
+def store(index: TokenIndex, prefix: Prefix, *kinds: Kind) -> None:
+    """Lists a prefix's blocks, with the payload of some kinds in the CPU tier."""
+    insert(index, prefix)
+    for kind, first, end in prefix.spans(*kinds):
+        if kind is Kind.CHECKPOINT:
+            record = checkpoint(index, prefix, end)
+        else:
+            record = index.record(prefix.name(kind, end))
+        assert (record.first_token, record.end_token) == (first, end)
+        record.in_cpu = True
+
+
+def checkpoint(index: TokenIndex, prefix: Prefix, end: int) -> Record:
+    at = (end - 1) // 256 * 256
+    parent = insert(index, Prefix(prefix.namespace, prefix.ids[:at]))
+    digest = prefix.digests[8 * (end - 1) : 8 * end]
+    return index.checkpoint(parent, prefix.name(Kind.CHECKPOINT, end), end, digest)
+
+
+def lose(index: TokenIndex, record: Record) -> None:
+    record.in_cpu = record.in_redis = False
+    index.prune(record)
+
+
+def match(index: TokenIndex, ids, namespace: bytes = SPACE):
+    return index.match(namespace, Prefix(namespace, ids).digests)
+
+
+def branch(ids, at: int, tail) -> list[int]:
+    return [*ids[:at], ids[at] + 1_000_000, *tail]
+
+
+BASE = list(range(4000))
+BOUNDARIES = [1, 3, 63, 64, 65, 255, 256, 257, 511, 512, 1000, 3217, 3999]
+
+
+@pytest.fixture(scope="module")
+def one_sequence():
+    index = TokenIndex()
+    store(index, Prefix(SPACE, BASE), Kind.KV)
+    return index
+
+
+@pytest.mark.parametrize("m", BOUNDARIES)
+def test_a_request_matches_exactly_the_tokens_it_shares(one_sequence, m):
+    found = match(one_sequence, branch(BASE, m, range(300)))
+    assert found.matched_tokens == m
+    assert [node.first_token for node in found.path] == list(range(0, m, 256))
+
+
+@pytest.mark.parametrize("n", [*BOUNDARIES, 4000, 4100])
+def test_a_shorter_or_longer_request_matches_all_that_is_common(one_sequence, n):
+    assert match(one_sequence, range(n)).matched_tokens == min(n, 4000)
+
+
+def test_nothing_matches_an_empty_request_or_another_namespace(one_sequence):
+    assert match(one_sequence, []).matched_tokens == 0
+    assert match(one_sequence, BASE, b"\1" * 32).matched_tokens == 0
+    assert match(one_sequence, [9]).path == ()
+
+
+@pytest.mark.parametrize("fork", [1, 63, 64, 65, 100, 255, 256, 257, 300])
+def test_siblings_that_fork_inside_a_block_are_told_apart(fork):
+    index = TokenIndex()
+    left, right = BASE[:600], branch(BASE, fork, range(300))
+    for ids in (left, right):
+        store(index, Prefix(SPACE, ids), Kind.KV, Kind.HIDDEN)
+    for ids in (left, right):
+        found = match(index, [*ids, 7])
+        assert found.matched_tokens == len(ids)
+        assert found.path[-1].kv.name == Prefix(SPACE, ids).name(Kind.KV, len(ids))
+    assert match(index, branch(BASE, fork, [5])[:fork]).matched_tokens == fork
+
+
+def test_siblings_share_the_hidden_pages_before_their_fork():
+    index = TokenIndex()
+    left, right = Prefix(SPACE, BASE[:256]), Prefix(SPACE, branch(BASE, 150, range(105)))
+    for prefix in (left, right):
+        insert(index, prefix)
+    pages = [
+        index.path_to(SPACE, p.name(Kind.KV, 256).prefix_hash)[0].hidden for p in (left, right)
+    ]
+    assert [a is b for a, b in zip(*pages, strict=True)] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("end", [1, 64, 100, 255, 256, 257, 300, 512])
+def test_a_checkpoint_is_found_by_every_sibling_that_shares_its_prefix(end):
+    index = TokenIndex()
+    writer = Prefix(SPACE, BASE[:600])
+    store(index, writer, Kind.KV)
+    checkpoint(index, writer, end).in_cpu = True
+    sibling = branch(BASE, end, range(300))
+    store(index, Prefix(SPACE, sibling), Kind.KV)
+    assert [r.end_token for r in match(index, sibling).checkpoints] == [end]
+    assert [r.end_token for r in match(index, BASE[:end]).checkpoints] == [end]
+    early = branch(BASE, end - 1, range(300))
+    assert match(index, early).checkpoints == ()
+
+
+def test_checkpoints_come_in_order_and_only_those_that_exist():
+    index = TokenIndex()
+    prefix = Prefix(SPACE, BASE[:1000])
+    store(index, prefix, Kind.KV)
+    for end in (960, 3, 256, 700, 257):
+        checkpoint(index, prefix, end).in_cpu = True
+    checkpoint(index, prefix, 800)
+    assert [r.end_token for r in match(index, BASE).checkpoints] == [3, 256, 257, 700, 960]
+    lose(index, index.record(prefix.name(Kind.CHECKPOINT, 256)))
+    assert [r.end_token for r in match(index, BASE).checkpoints] == [3, 257, 700, 960]
+    assert index.record(prefix.name(Kind.CHECKPOINT, 256)) is None
+
+
+def test_a_partial_block_gives_way_to_the_sibling_that_goes_on_from_it():
+    index = TokenIndex()
+    shorter, longer = Prefix(SPACE, BASE[:300]), Prefix(SPACE, BASE[:400])
+    for prefix in (shorter, longer):
+        store(index, prefix, Kind.KV, Kind.HIDDEN)
+    nodes = [
+        index.path_to(SPACE, p.name(Kind.KV, len(p)).prefix_hash)[-1] for p in (shorter, longer)
+    ]
+    assert index.extended_by(nodes[1]) is nodes[0]
+    assert index.extended_by(nodes[0]) is None
+    lose(index, nodes[0].kv)
+    found = match(index, BASE[:300])
+    assert found.matched_tokens == 300
+    assert found.path[-1] is nodes[1]
+    assert found.path[-1].has_kv
+
+
+def test_a_block_whose_pages_are_all_shared_goes_with_its_kv():
+    index = TokenIndex()
+    shorter, longer = Prefix(SPACE, BASE[:320]), Prefix(SPACE, BASE[:400])
+    for prefix in (shorter, longer):
+        store(index, prefix, Kind.KV, Kind.HIDDEN)
+    lose(index, index.record(shorter.name(Kind.KV, 320)))
+    assert index.path_to(SPACE, shorter.name(Kind.KV, 320).prefix_hash) == ()
+    assert index.record(longer.name(Kind.HIDDEN, 320)).exists
+
+
+def test_the_longest_of_many_shorter_siblings_is_the_one_extended():
+    index = TokenIndex()
+    for n in (10, 200, 50, 120):
+        insert(index, Prefix(SPACE, BASE[:n]))
+        for other in range(3):  # extensions that lie between in sorted order
+            insert(index, Prefix(SPACE, branch(BASE, n, range(other, 5))))
+    node = insert(index, Prefix(SPACE, BASE[:190]))
+    assert index.extended_by(node).tokens == 120
+
+
+def test_a_block_without_kv_of_its_own_does_not_hide_one_that_has_it():
+    index = TokenIndex()
+    empty, full = branch(BASE, 100, [1]), branch(BASE, 100, [2])
+    store(index, Prefix(SPACE, empty), Kind.HIDDEN)
+    store(index, Prefix(SPACE, full), Kind.KV)
+    assert match(index, BASE[:100]).path[-1].has_kv
+
+
+def test_blocks_go_once_nothing_is_stored_in_them_or_behind_them():
+    index = TokenIndex()
+    prefix = Prefix(SPACE, BASE[:600])
+    store(index, prefix, Kind.KV, Kind.HIDDEN, Kind.CHECKPOINT)
+    early_first = sorted(index.records(), key=lambda r: r.end_token)
+    for record in early_first[:-1]:
+        lose(index, record)
+        assert match(index, BASE).matched_tokens > 0
+    lose(index, early_first[-1])
+    assert (len(index), list(index.records())) == (0, [])
+    assert match(index, BASE).matched_tokens == 0
+
+
+def test_pruning_an_old_record_leaves_its_successor_alone():
+    index = TokenIndex()
+    prefix = Prefix(SPACE, BASE[:300])
+    store(index, prefix, Kind.KV)
+    old = checkpoint(index, prefix, 300)
+    lose(index, old)
+    new = checkpoint(index, prefix, 300)
+    new.in_cpu = True
+    lose(index, old)
+    assert match(index, BASE[:300]).checkpoints == (new,)
+
+
+def test_what_a_block_says_of_itself_puts_it_back():
+    index, copy = TokenIndex(), TokenIndex()
+    prefix = Prefix(SPACE, BASE[:600])
+    insert(index, prefix)
+    nodes = index.path_to(SPACE, prefix.name(Kind.KV, 600).prefix_hash)
+    blocks = [index.block(SPACE, node) for node in nodes]
+    assert copy.restore(blocks[1]) is None  # the block before it is not known
+    assert all(copy.restore(block) is not None for block in blocks)
+    assert match(copy, BASE).matched_tokens == 600
+    assert {r.name for r in copy.records()} == {r.name for r in index.records()}
+
+
+def wide_index(siblings: int) -> TokenIndex:
+    """Siblings of one token each, by forged digests: hashing 100,000 chains is not the point."""
+    index = TokenIndex()
+    rng = np.random.default_rng(1)
+    # Sorted, because inserting each in its place takes most of the time and is not the point.
+    for digests in np.sort(
+        rng.integers(0, 1 << 63, siblings, dtype=np.uint64).byteswap()
+    ).byteswap():
+        raw = digests.tobytes()
+        index.insert(SPACE, raw, lambda n, raw=raw: raw.ljust(32, b"\0") if n else bytes(32))
+    return index
+
+
+def seconds_per_match(index: TokenIndex, request: bytes) -> float:
+    def once() -> float:
+        start = time.perf_counter()
+        for _ in range(50):
+            index.match(SPACE, request)
+        return time.perf_counter() - start
+
+    return min(once() for _ in range(5))
+
+
+def test_a_match_among_100000_siblings_costs_little_more_than_among_100():
+    request = Prefix(SPACE, BASE[:256]).digests
+    few, many = wide_index(100), wide_index(100_000)
+    assert len(many) == 100_000
+    assert seconds_per_match(many, request) < 20 * seconds_per_match(few, request)
+
+
+class IndexAgainstList(RuleBasedStateMachine):
+    """Sequences of few runs over two tokens, so that forks at every place are common."""
+
+    lengths = st.lists(
+        st.sampled_from([1, 2, 3, 63, 64, 65, 128, 191, 255, 256, 257]), min_size=1, max_size=3
+    )
+    ids = st.builds(
+        lambda lengths, first: tuple(
+            (first + run) % 2 for run, length in enumerate(lengths) for _ in range(length)
+        ),
+        lengths,
+        st.integers(0, 1),
+    )
+
+    def __init__(self):
+        super().__init__()
+        self.index = TokenIndex()
+        # What is stored, as the whole prefix up to the end of each block or state.
+        self.blocks: set[tuple[int, ...]] = set()
+        self.states: set[tuple[int, ...]] = set()
+
+    @rule(ids=ids)
+    def put_keys_and_values(self, ids):
+        store(self.index, Prefix(SPACE, ids), Kind.KV)
+        self.blocks |= {ids[:end] for _, _, end in Prefix(SPACE, ids).spans(Kind.KV)}
+
+    @rule(ids=ids)
+    def put_a_state(self, ids):
+        checkpoint(self.index, Prefix(SPACE, ids), len(ids)).in_cpu = True
+        self.states.add(ids)
+
+    @precondition(lambda self: self.blocks)
+    @rule(data=st.data())
+    def evict_a_block(self, data):
+        ids = data.draw(st.sampled_from(sorted(self.blocks)))
+        lose(self.index, self.index.record(Prefix(SPACE, ids).name(Kind.KV, len(ids))))
+        self.blocks.remove(ids)
+
+    @precondition(lambda self: self.states)
+    @rule(data=st.data())
+    def evict_a_state(self, data):
+        ids = data.draw(st.sampled_from(sorted(self.states)))
+        lose(self.index, self.index.record(Prefix(SPACE, ids).name(Kind.CHECKPOINT, len(ids))))
+        self.states.remove(ids)
+
+    @rule(ids=ids)
+    def matches_what_the_lists_say(self, ids):
+        found = match(self.index, ids)
+        known = self.blocks | {s[: (len(s) - 1) // 256 * 256] for s in self.states}
+        matched = max((shared_tokens(other, ids) for other in known), default=0)
+        assert found.matched_tokens == matched
+        assert [record.end_token for record in found.checkpoints] == sorted(
+            len(s) for s in self.states if len(s) <= matched and ids[: len(s)] == s
+        )
+        for node in found.path:
+            end = min(node.end_token, matched)
+            assert node.has_kv == any(
+                (len(b) - 1) // 256 * 256 == node.first_token and b[:end] == ids[:end]
+                for b in self.blocks
+                if len(b) >= end
+            )
+
+    @invariant()
+    def nothing_else_is_listed(self):
+        names = {Prefix(SPACE, b).name(Kind.KV, len(b)) for b in self.blocks}
+        names |= {Prefix(SPACE, s).name(Kind.CHECKPOINT, len(s)) for s in self.states}
+        assert {r.name for r in self.index.records() if r.exists} == names
+        assert names or not len(self.index)
+
+
+IndexAgainstList.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=15, deadline=None
+)
+TestIndexAgainstList = IndexAgainstList.TestCase
