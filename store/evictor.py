@@ -12,7 +12,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from tailreplay.store.index import Record
 
@@ -21,7 +21,7 @@ class Evictor:
     """Order of use of every object in the CPU tier."""
 
     def __init__(self) -> None:
-        # Oldest first. Every record in the CPU tier is here, and no other.
+        # Oldest first. Every record in the CPU tier is here, and those that may come there late.
         self._order: OrderedDict[Record, None] = OrderedDict()
 
     def use(self, records: Iterable[Record]) -> None:
@@ -43,14 +43,22 @@ class Evictor:
         """Takes an object out, because it has left the CPU tier."""
         self._order.pop(record, None)
 
-    def victims(self, wanted_bytes: int) -> list[Record]:
-        """Objects to evict, oldest first, until they make `wanted_bytes` or none is left."""
+    def victims(
+        self, wanted_bytes: int, *, spare: Callable[[Record], bool] = lambda _: False
+    ) -> list[Record]:
+        """Objects to evict, oldest first, until they make `wanted_bytes` or none is left.
+
+        Args:
+            wanted_bytes: how much room is needed.
+            spare: says which objects must stay.
+        """
         chosen, freed = [], 0
         for record in self._order:
             if freed >= wanted_bytes:
                 break
-            chosen.append(record)
-            freed += record.size
+            if not spare(record):
+                chosen.append(record)
+                freed += record.size
         return chosen
 
     def __len__(self) -> int:
