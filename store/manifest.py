@@ -18,9 +18,10 @@ tokens are running digests.
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import redis
 from blake3 import blake3
@@ -33,7 +34,9 @@ from tailreplay.store.index import Block
 from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Provenance
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+T = TypeVar("T")
 
 _BLOCK = struct.Struct("<IB32s")
 _ENTRY = struct.Struct("<QB")
@@ -42,6 +45,7 @@ _SCAN_COUNT = 1000
 _SEAL_BYTES = 8
 _PAGE_BYTES = PAGE_TOKENS * DIGEST_BYTES
 _MAX_PAGES = KV_BLOCK_TOKENS // PAGE_TOKENS
+_FIELD = re.compile(rb"k|[0-3]|c[0-9]{1,10}:[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,7 @@ class Manifests:
             fields = {"b": _pack_block(block), entry.field: _pack_entry(entry)}
             pipe.hset(key, mapping={f: v + _seal(key, f.encode(), v) for f, v in fields.items()})
             pipe.pexpire(key, self._ttl_ms)
-        _run(pipe.execute, "manifests")
+        _run(pipe.execute)
 
     def forget(self, entries: Iterable[tuple[Block, str]]) -> None:
         """Takes fields away; the payloads behind them count as gone from then on.
@@ -107,7 +111,7 @@ class Manifests:
         pipe = self._redis.pipeline(transaction=False)
         for block, field in entries:
             pipe.hdel(self._key(block.namespace, block.prefix_hash), field)
-        _run(pipe.execute, "manifests")
+        _run(pipe.execute)
 
     def load(self) -> list[tuple[Block, list[Entry]]]:
         """Every manifest, ordered so that a block comes after the one before it.
@@ -115,9 +119,7 @@ class Manifests:
         Raises:
             StoreUnavailable: Redis can not be read.
         """
-        found = cast(
-            "list[tuple[Block, list[Entry]]]", _run(lambda: list(self._scan()), "manifests")
-        )
+        found = _run(lambda: list(self._scan()))
         return sorted(found, key=lambda item: (item[0].first_token, len(item[0].digests) > 0))
 
     def close(self) -> None:
@@ -137,7 +139,10 @@ class Manifests:
         pipe = self._redis.pipeline(transaction=False)
         for key in keys:
             pipe.hgetall(key)
-        for key, fields in zip(keys, pipe.execute(), strict=True):
+        # A key of another type answers with an error of its own, which makes it a miss.
+        for key, fields in zip(keys, pipe.execute(raise_on_error=False), strict=True):
+            if not isinstance(fields, dict):
+                continue
             manifest = _unpack(key[len(self._prefix) :], _unsealed(key, fields))
             if manifest is not None:
                 yield manifest
@@ -146,11 +151,11 @@ class Manifests:
         return self._prefix + namespace + prefix_hash
 
 
-def _run(call: object, what: str) -> object:
+def _run(call: Callable[[], T]) -> T:
     try:
-        return call()  # type: ignore[operator]  # a bound method or a lambda without arguments
+        return call()
     except redis.RedisError as error:
-        raise StoreUnavailable(f"Redis did not take or give {what}: {error}") from error
+        raise StoreUnavailable(f"Redis did not take or give manifests: {error}") from error
 
 
 def _pack_block(block: Block) -> bytes:
@@ -183,7 +188,10 @@ def _unpack(names: bytes, fields: dict[bytes, bytes]) -> tuple[Block, list[Entry
         at = _BLOCK.size + 32 * pages
         hashes = tuple(fields[b"b"][i : i + 32] for i in range(_BLOCK.size, at, 32))
         block = Block(names[:32], names[32:], parent, first, fields[b"b"][at:], hashes)
-        if len(names) != 64 or pages > _MAX_PAGES or len(block.digests) > pages * _PAGE_BYTES:
+        whole = len(block.digests) % DIGEST_BYTES == 0
+        if len(names) != 64 or pages > _MAX_PAGES or not whole:
+            return None
+        if pages != -(-len(block.digests) // _PAGE_BYTES):
             return None
         return block, [_entry(k, v) for k, v in fields.items() if k != b"b"]
     except (KeyError, ValueError, struct.error):
@@ -191,6 +199,8 @@ def _unpack(names: bytes, fields: dict[bytes, bytes]) -> tuple[Block, list[Entry
 
 
 def _entry(field: bytes, value: bytes) -> Entry:
+    if not _FIELD.fullmatch(field):
+        raise ValueError(f"field {field!r}, wanted one of the module's table")
     size, provenance = _ENTRY.unpack_from(value)
     state = _STATE.unpack_from(value, _ENTRY.size) if field.startswith(b"c") else (b"", b"")
     return Entry(field.decode("ascii"), size, Provenance(provenance), *state)

@@ -1,0 +1,188 @@
+"""Manifests in a real Redis: what they say, and that a damaged one is a miss."""
+
+from contextlib import closing
+
+import pytest
+import redis
+from redis_server import RedisServer
+from store_objects import Prefix
+
+from tailreplay.store.errors import StoreUnavailable
+from tailreplay.store.index import Block, TokenIndex
+from tailreplay.store.manifest import Entry, Manifests
+from tailreplay.store.objects import Provenance
+
+pytestmark = pytest.mark.redis
+
+SPACE = bytes(range(32))
+PREFIX = Prefix(SPACE, range(1, 301))
+GOLDEN_BLOCK = "00000000 01 5560fac8403318bbd112292e19c5d14bc0337025afc6d498265e27f2516050da"
+GOLDEN_SEALS = {"b": "9f472cae6f89c616", "k": "2b2acdfab5296549"}
+
+
+def blocks_of(prefix: Prefix) -> list[Block]:
+    index = TokenIndex()
+    index.insert(prefix.namespace, prefix.digests, prefix.chain.prefix_hash)
+    path = index.path_to(prefix.namespace, prefix.chain.prefix_hash(len(prefix)))
+    root = path[0].parent
+    return [index.block(prefix.namespace, node) for node in (root, *path)]
+
+
+ROOT, FIRST, SECOND = blocks_of(PREFIX)
+STATE = Entry(
+    f"c100:{PREFIX.digests[792:800].hex()}",
+    77,
+    Provenance.APPROXIMATE,
+    PREFIX.chain.prefix_hash(100),
+    PREFIX.digests[792:800],
+)
+ENTRIES = [
+    (SECOND, Entry("0", 500, Provenance.EXACT)),
+    (FIRST, Entry("k", 1000, Provenance.EXACT)),
+    (FIRST, Entry("3", 500, Provenance.APPROXIMATE)),
+    (ROOT, STATE),
+]
+
+
+@pytest.fixture(scope="module")
+def raw():
+    with closing(RedisServer()) as server, closing(redis.Redis.from_url(server.url)) as client:
+        yield client
+
+
+@pytest.fixture
+def manifests(raw):
+    raw.flushall()
+    kwargs = raw.connection_pool.connection_kwargs
+    made = Manifests(f"redis://127.0.0.1:{kwargs['port']}", "t:", 60.0, 5.0)
+    yield made
+    made.close()
+
+
+def key_of(block: Block) -> bytes:
+    return b"t:m:" + block.namespace + block.prefix_hash
+
+
+def test_what_was_committed_is_loaded_in_order_of_blocks(manifests):
+    manifests.commit(ENTRIES)
+    loaded = manifests.load()
+    assert [block for block, _ in loaded] == [
+        Block(SPACE, ROOT.prefix_hash, bytes(32), 0, b"", ()),
+        FIRST,
+        SECOND,
+    ]
+    assert [sorted(e.field for e in entries) for _, entries in loaded] == [
+        [STATE.field],
+        ["3", "k"],
+        ["0"],
+    ]
+    assert loaded[0][1] == [STATE]
+
+
+def test_a_manifest_lives_shorter_than_a_day_and_holds_no_token_ids(manifests, raw):
+    manifests.commit(ENTRIES)
+    assert 0 < raw.pttl(key_of(FIRST)) <= 60_000
+    stored = b"".join(raw.hgetall(key_of(FIRST)).values())
+    assert b"".join(n.to_bytes(4, "little") for n in (1, 2, 3)) not in stored
+
+
+def test_a_manifest_is_byte_for_byte_the_golden_one(manifests, raw):
+    (_, block) = blocks_of(Prefix(SPACE, [1]))
+    manifests.commit([(block, Entry("k", 1000, Provenance.EXACT))])
+    fields = raw.hgetall(key_of(block))
+    assert set(fields) == {b"b", b"k"}
+    digests = Prefix(SPACE, [1]).digests
+    head = bytes.fromhex(GOLDEN_BLOCK) + block.prefix_hash + digests
+    assert fields[b"b"].hex() == head.hex() + GOLDEN_SEALS["b"]
+    assert fields[b"k"].hex() == "e803000000000000" + "01" + GOLDEN_SEALS["k"]
+
+
+def test_what_was_forgotten_is_gone_and_the_rest_stays(manifests):
+    manifests.commit(ENTRIES)
+    manifests.forget([(FIRST, "k"), (SECOND, "0"), (SECOND, "no such field")])
+    loaded = {block.prefix_hash: entries for block, entries in manifests.load()}
+    assert [e.field for e in loaded[FIRST.prefix_hash]] == ["3"]
+    assert loaded[SECOND.prefix_hash] == []
+
+
+@pytest.mark.parametrize("field", [b"b", b"k"])
+def test_every_flipped_bit_is_a_miss(manifests, raw, field):
+    manifests.commit([(FIRST, Entry("k", 1000, Provenance.EXACT))])
+    good = raw.hget(key_of(FIRST), field)
+    for bit in range(0, 8 * len(good), 1 if field == b"k" else 101):
+        bad = bytearray(good)
+        bad[bit // 8] ^= 1 << bit % 8
+        raw.hset(key_of(FIRST), field, bytes(bad))
+        assert [entries for _, entries in manifests.load()] in ([], [[]])
+
+
+@pytest.mark.parametrize("length", [0, 1, 8, 16])
+def test_a_truncated_value_is_a_miss(manifests, raw, length):
+    manifests.commit([(FIRST, Entry("k", 1000, Provenance.EXACT))])
+    raw.hset(key_of(FIRST), "k", raw.hget(key_of(FIRST), "k")[:length])
+    assert [entries for _, entries in manifests.load()] == [[]]
+    raw.hset(key_of(FIRST), "b", raw.hget(key_of(FIRST), "b")[:length])
+    assert manifests.load() == []
+
+
+def test_a_manifest_under_anothers_key_is_a_miss(manifests, raw):
+    manifests.commit(ENTRIES)
+    raw.rename(key_of(FIRST), b"t:m:" + SPACE + bytes(32))
+    assert [block.prefix_hash for block, _ in manifests.load()] == [
+        ROOT.prefix_hash,
+        SECOND.prefix_hash,
+    ]
+
+
+def test_a_field_under_anothers_name_is_a_miss(manifests, raw):
+    manifests.commit([(FIRST, Entry("k", 1000, Provenance.EXACT))])
+    raw.hset(key_of(FIRST), "0", raw.hget(key_of(FIRST), "k"))
+    ((_, entries),) = manifests.load()
+    assert [entry.field for entry in entries] == ["k"]
+
+
+@pytest.mark.parametrize("field", ["x", "4", "c:", "cx:0", "c1:zz", ""])
+def test_a_sealed_field_that_nobody_knows_is_a_miss(manifests, field):
+    manifests.commit([(FIRST, Entry(field, 1000, Provenance.EXACT, bytes(32), bytes(8)))])
+    assert manifests.load() == []
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        Block(SPACE, b"\1" * 32, ROOT.prefix_hash, 0, FIRST.digests, FIRST.page_hashes[:3]),
+        Block(SPACE, b"\1" * 32, ROOT.prefix_hash, 0, FIRST.digests[:-3], FIRST.page_hashes),
+        Block(SPACE, b"\1" * 32, ROOT.prefix_hash, 0, FIRST.digests * 2, FIRST.page_hashes * 2),
+        Block(SPACE, b"\1" * 31, ROOT.prefix_hash, 0, FIRST.digests, FIRST.page_hashes),
+    ],
+)
+def test_a_sealed_block_whose_numbers_do_not_fit_is_a_miss(manifests, block):
+    manifests.commit([(block, Entry("k", 1000, Provenance.EXACT))])
+    assert manifests.load() == []
+
+
+def test_keys_of_other_types_or_other_owners_are_passed_over(manifests, raw):
+    raw.set(b"t:m:" + bytes(64), b"a string")
+    raw.set("somebody else's", "value")
+    raw.hset("t:o:payload", "b", "x")
+    manifests.commit(ENTRIES)
+    assert len(manifests.load()) == 3
+
+
+def test_more_manifests_than_one_scan_gives_are_all_loaded(manifests):
+    entry = Entry("k", 1000, Provenance.EXACT)
+    blocks = [
+        Block(SPACE, i.to_bytes(32, "big"), ROOT.prefix_hash, 0, FIRST.digests, FIRST.page_hashes)
+        for i in range(2500)
+    ]
+    manifests.commit((block, entry) for block in blocks)
+    assert {block.prefix_hash for block, _ in manifests.load()} == {b.prefix_hash for b in blocks}
+
+
+def test_a_redis_that_is_not_there_is_unavailable():
+    absent = Manifests("unix:///nowhere/redis.sock", "t:", 60.0, 1.0)
+    calls = [absent.load, lambda: absent.commit(ENTRIES), lambda: absent.forget([(FIRST, "k")])]
+    for call in calls:
+        with pytest.raises(StoreUnavailable, match="manifests"):
+            call()
+    absent.close()
