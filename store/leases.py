@@ -1,12 +1,14 @@
 """Leases: what a reader has pinned, for how long, and how it ends.
 
-A lease is renewed by every frame that its reader takes. One whose reader takes nothing for longer
-than the stall limit is over: its stream is cancelled and its pins are given back. Ending a lease
-twice, or one that never was, is no error and touches no other reader's pins.
+A lease is renewed by every frame that its reader is offered, and rests once the reader has taken
+it: what the store itself waits for is no stall. One whose reader leaves a frame for longer than the
+stall limit is over: its stream is cancelled and its pins are given back. Ending a lease twice, or
+one that never was, is no error and touches no other reader's pins.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ class Lease:
 
     Attributes:
         lease_id: 16 random bytes.
-        renewed_at_s: when its reader last took something.
+        renewed_at_s: when its reader was offered what it has not taken; infinity when nothing.
         cancel: ends the reader's stream.
         over: whether it has ended.
     """
@@ -56,10 +58,15 @@ class Leases:
         return lease
 
     def renew(self, lease: Lease) -> bool:
-        """Notes that the reader took something; False when the lease is over."""
+        """Starts the clock for what the reader is offered now; False when the lease is over."""
         with self._lock:
             lease.renewed_at_s = self._clock()
             return not lease.over
+
+    def rest(self, lease: Lease) -> None:
+        """Stops the clock: the reader has taken everything it was offered."""
+        with self._lock:
+            lease.renewed_at_s = math.inf
 
     def end(self, lease_id: bytes) -> bool:
         """Ends a lease without touching its stream; False when it was not open."""
