@@ -19,7 +19,7 @@ from tailreplay.store.manifest import Entry, Manifests
 from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Kind, ObjectName, Provenance
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from tailreplay.store.chain import PrefixChain
     from tailreplay.store.geometry import Geometry
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from tailreplay.store.tiers import Tiers
 
 logger = logging.getLogger(__name__)
-
-_MAX_ROOM_TRIES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +143,7 @@ class Catalog:
         with self._lock:
             record, home = self._locate(prefix, name, end_token)
             record.size, record.provenance, record.in_cpu = size, provenance, True
-            self._evictor.use([record])
+            self._evictor.use([record])  # until `used` has put the whole prefix in order
             self._counts["stored_bytes"] += size
             self._claims.discard(name)
             self._supersede(record)
@@ -156,30 +154,46 @@ class Catalog:
             self._commit([name])
 
     def loaded(self, records: Sequence[Record]) -> None:
-        """Notes that objects are in the CPU tier now and were just used."""
+        """Notes that objects are in the CPU tier now."""
         with self._lock:
-            for record in records:
+            known = [r for r in records if self._index.record(r.name) is r]
+            for record in known:
                 record.in_cpu = True
-            self._evictor.use(records)
+            self._evictor.use(known)
 
-    def left_cpu(self, records: Iterable[Record]) -> None:
-        """Notes that objects are not in the CPU tier any more."""
+    def late(self, records: Iterable[Record]) -> None:
+        """Notes that objects did not come to the CPU tier in time; they may come there yet."""
         with self._lock:
             for record in records:
                 record.in_cpu = False
-                self._evictor.forget(record)
-                self._index.prune(record)
+                if record.in_redis and self._index.record(record.name) is record:
+                    self._evictor.use([record])
+                else:
+                    self._evictor.forget(record)
+                    self._index.prune(record)
+
+    def used(self, records: Iterable[Record]) -> None:
+        """Notes that objects of one prefix were used together; its late ones will go first."""
+        with self._lock:
+            self._evictor.use([r for r in records if r.in_cpu and self._index.record(r.name) is r])
+
+    def used_prefix(self, prefix: Prefix) -> None:
+        """As `used`, of everything that a prefix has."""
+        with self._lock:
+            found = self._index.match(prefix.namespace, prefix.digests)
+        self.used([*found.checkpoints, *records_on(found.path, Kind.HIDDEN, Kind.KV)])
 
     def lost(self, record: Record) -> None:
         """Forgets an object that is in no tier any more, or must not be used again."""
         with self._lock:
-            entry = self._entry(record)
+            entries = [self._manifest_of(record, node) for node in record.nodes]
             was_in_redis, record.in_cpu, record.in_redis = record.in_redis, False, False
+            self._pending.pop(record.name, None)
             self._evictor.forget(record)
             self._index.prune(record)
-        if was_in_redis and self._manifests is not None and entry is not None:
+        if was_in_redis and self._manifests is not None:
             try:
-                self._manifests.forget([(entry[0], entry[1].field)])
+                self._manifests.forget([(block, entry.field) for block, entry in entries])
             except StoreUnavailable as error:
                 logger.warning("a manifest field outlives its payload: %s", error)
 
@@ -189,24 +203,25 @@ class Catalog:
             self._counts[what] += by
 
     def make_room(self, size: int) -> bool:
-        """Evicts until about `size` bytes are free; False when nothing could be evicted."""
+        """Evicts about `size` bytes; False when nothing could be evicted, or all would not do.
+
+        What is pinned or on its way to Redis stays.
+        """
         tiers = self._tiers
-        if tiers is None:
+        if tiers is None or size > tiers.pool_bytes:
             return False
-        for attempt in range(_MAX_ROOM_TRIES):
+        freed, stuck = 0, set[Record]()
+        while freed < size:
             with self._lock:
-                wanted = size << attempt
-                victims = [r for r in self._evictor.victims(wanted) if r.name not in self._pending]
-            freed = tiers.evict([r.name for r in victims])
-            self._note_evicted(victims, tiers)
-            if freed >= size:
-                self.count("evicted_bytes", freed)
-                return True
-            if freed:
-                self.count("evicted_bytes", freed)
-            if wanted > tiers.pool_bytes:
-                return bool(freed)
-        return False
+                victims = self._evictor.victims(
+                    size - freed, spare=lambda r: r in stuck or r.name in self._pending
+                )
+            if not victims:
+                break
+            freed += tiers.evict([r.name for r in victims])
+            stuck.update(self._note_evicted(victims, tiers))
+        self.count("evicted_bytes", freed)
+        return freed > 0
 
     # -- Redis ------------------------------------------------------------------------------
 
@@ -239,7 +254,10 @@ class Catalog:
             return 0
         manifests = self._manifests.load()
         with self._lock:
-            return sum(self._restore_block(block, entries) for block, entries in manifests)
+            listed = sum(self._restore_block(block, entries) for block, entries in manifests)
+            for block, _ in reversed(manifests):
+                self._index.prune_block(block.namespace, block.prefix_hash)
+        return listed
 
     # -- figures ----------------------------------------------------------------------------
 
@@ -264,12 +282,13 @@ class Catalog:
                         sizes[tier, record.name.kind] += record.size
         return {key: (objects[key], sizes[key]) for key in objects}
 
-    def namespaces(self) -> dict[bytes, tuple[int, dict[Kind, Geometry]]]:
-        """Blocks and known geometries of each namespace."""
+    def namespaces(self) -> dict[bytes, tuple[int, int, dict[Kind, Geometry]]]:
+        """Blocks, their tokens and known geometries of each namespace."""
         with self._lock:
             return {
                 space: (
                     self._index.nodes(space),
+                    self._index.tokens(space),
                     {kind: g for (owner, kind), g in self._geometry.items() if owner == space},
                 )
                 for space in self._index.namespaces()
@@ -296,21 +315,24 @@ class Catalog:
 
     def _supersede(self, record: Record) -> None:
         """Makes the partial block that a longer sibling extends the next to be evicted."""
-        if record.name.kind is not Kind.KV:
+        if record.name.kind is Kind.CHECKPOINT:
             return
         shorter = self._index.extended_by(record.nodes[0])
-        if shorter is not None and shorter.kv is not None:
-            self._evictor.demote(shorter.kv)
+        for old in records_on([shorter] if shorter is not None else [], record.name.kind):
+            if old.first_token == record.first_token and old.rows < record.rows:
+                self._evictor.demote(old)
 
-    def _note_evicted(self, victims: Sequence[Record], tiers: Tiers) -> None:
-        """Takes the lock itself."""
-        still = tiers.resident([r.name for r in victims])
-        self.left_cpu(r for r, resident in zip(victims, still, strict=True) if not resident)
-
-    def _entry(self, record: Record) -> tuple[Block, Entry] | None:
-        if not record.nodes:
-            return None
-        return self._manifest_of(record, record.nodes[0])
+    def _note_evicted(self, victims: Sequence[Record], tiers: Tiers) -> list[Record]:
+        """Notes which of the victims are gone, and returns the others; takes the lock itself."""
+        with self._lock:
+            # Asked under the lock, or `loaded` could come between the answer and its noting.
+            resident = tiers.resident([r.name for r in victims])
+            for record, here in zip(victims, resident, strict=True):
+                if not here:
+                    record.in_cpu = False
+                    self._evictor.forget(record)
+                    self._index.prune(record)
+        return [record for record, here in zip(victims, resident, strict=True) if here]
 
     def _manifest_of(self, record: Record, home: Node) -> tuple[Block, Entry]:
         block = self._index.block(record.name.namespace, home)
@@ -320,9 +342,8 @@ class Catalog:
         if kind is Kind.HIDDEN:
             page = record.first_token % KV_BLOCK_TOKENS // PAGE_TOKENS
             return block, Entry(str(page), size, provenance)
-        digest = next((d for d, r in home.checkpoints.items() if r is record), b"")
-        field = f"c{record.end_token}:{digest.hex()}"
-        return block, Entry(field, size, provenance, record.name.prefix_hash, digest)
+        field = f"c{record.end_token}:{record.digest.hex()}"
+        return block, Entry(field, size, provenance, record.name.prefix_hash, record.digest)
 
     def _commit(self, names: Sequence[ObjectName]) -> None:
         """Writes the manifests of admitted objects whose payload is in Redis; takes the lock."""
@@ -343,8 +364,8 @@ class Catalog:
             return
         with self._lock:
             for name, pending in waiting:
-                self._pending.pop(name, None)
-                if pending.record is not None:
+                if self._pending.get(name) is pending and pending.record is not None:
+                    del self._pending[name]
                     pending.record.in_redis = True
 
     def _restore_block(self, block: Block, entries: Sequence[Entry]) -> int:
@@ -354,7 +375,7 @@ class Catalog:
         listed = 0
         for entry in entries:
             record = self._restored_record(block, node, entry)
-            if record is not None:
+            if record is not None and not record.exists:
                 record.size, record.provenance = entry.size, entry.provenance
                 record.in_redis = True
                 listed += 1
@@ -371,3 +392,12 @@ class Catalog:
         name = ObjectName(block.namespace, Kind.CHECKPOINT, entry.state_hash)
         end_token = int(entry.field[1:].partition(":")[0])
         return self._index.checkpoint(node, name, end_token, entry.state_digest)
+
+
+def records_on(path: Iterable[Node], *kinds: Kind) -> Iterator[Record]:
+    """Records of payload along a path, ascending by token for each kind."""
+    for node in path:
+        if Kind.HIDDEN in kinds:
+            yield from node.hidden
+        if Kind.KV in kinds and node.kv is not None:
+            yield node.kv

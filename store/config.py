@@ -13,8 +13,13 @@ from typing import Annotated
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from tailreplay.store.resp import RedisEndpoint
+
 MIB = 1 << 20
 GIB = 1 << 30
+
+PAYLOAD_TTL_S = 24 * 3600
+"""Life of a payload in Redis, seconds."""
 
 
 def default_socket() -> str:
@@ -26,7 +31,9 @@ def default_socket() -> str:
 class StoreConfig(BaseSettings):
     """Settings of one store process."""
 
-    model_config = SettingsConfigDict(env_prefix="TAILREPLAY_", frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(
+        env_prefix="TAILREPLAY_", frozen=True, extra="forbid", hide_input_in_errors=True
+    )
 
     listen: Annotated[
         str, Field(description="address: unix:///path/to.sock or host:port (loopback by default)")
@@ -42,7 +49,10 @@ class StoreConfig(BaseSettings):
         str, Field(pattern=r"^[A-Za-z0-9:._-]*$", description="in front of every Redis key")
     ] = "tailreplay:"
     manifest_ttl_s: Annotated[
-        float, Field(gt=0, description="life of a manifest in Redis, seconds; below payload's 24 h")
+        float,
+        Field(
+            gt=0, lt=PAYLOAD_TTL_S, description="life of a manifest in Redis, s; below payload's"
+        ),
     ] = 23 * 3600.0
     fetch_window_bytes: Annotated[
         int, Field(ge=MIB, description="bytes of objects that one Fetch pins at a time")
@@ -63,6 +73,13 @@ class StoreConfig(BaseSettings):
     max_workers: Annotated[
         int, Field(ge=2, description="threads that serve RPCs; each Fetch and Put holds one")
     ] = 32
+
+    @field_validator("redis_url")
+    @classmethod
+    def _known_redis(cls, value: str | None) -> str | None:
+        if value is not None:
+            RedisEndpoint.parse(value)
+        return value
 
     @field_validator("listen")
     @classmethod

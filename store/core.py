@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import stat
 import threading
 import time
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import tokens as wire_tokens
 from tailreplay.store.catalog import Catalog
 from tailreplay.store.chain import DIGEST_BYTES, digest_key, running_digests
+from tailreplay.store.config import PAYLOAD_TTL_S
 from tailreplay.store.errors import InvalidRequest, StoreUnavailable
 from tailreplay.store.leases import Leases
 from tailreplay.store.manifest import Manifests
@@ -58,10 +61,15 @@ class Store:
         self.catalog = Catalog(self.manifests)
         self.tiers = Tiers(
             pool_bytes=config.pool_bytes,
-            identity=config.listen,
+            identity=_identity(config.listen),
             redis_url=config.redis_url,
             on_redis_stored=self.catalog.redis_stored,
             on_redis_failed=self.catalog.redis_failed,
+            redis_options={
+                "key_prefix": f"{config.redis_prefix}o:",
+                "read_timeout_s": config.redis_timeout_s,
+                "ttl_s": PAYLOAD_TTL_S,
+            },
         )
         self.catalog.attach(self.tiers)
         self._reader = Reader(
@@ -121,10 +129,13 @@ class Store:
             yield pb.FetchFrame(
                 lease=pb.LeaseGranted(lease_id=lease.lease_id, stall_limit_ms=stall_limit_ms)
             )
-            for frame in self._reader.frames(request):
-                if not self.leases.renew(lease):
-                    return
-                yield frame
+            self.leases.rest(lease)
+            with closing(self._reader.frames(request)) as frames:
+                for frame in frames:
+                    if not self.leases.renew(lease):
+                        return
+                    yield frame
+                    self.leases.rest(lease)
         finally:
             self.leases.end(lease.lease_id)
 
@@ -161,12 +172,13 @@ class Store:
         settings["redis_url"] = _without_password(self.config.redis_url)
         settings["effective_pool_bytes"] = str(self.tiers.pool_bytes)
         spaces = []
-        for namespace, (blocks, geometry) in self.catalog.namespaces().items():
+        for namespace, (blocks, tokens, geometry) in self.catalog.namespaces().items():
             per_row = {kind: g.payload_bytes(1) for kind, g in geometry.items()}
             spaces.append(
                 pb.NamespaceInfo(
                     namespace=namespace,
                     blocks=blocks,
+                    tokens=tokens,
                     kv_bytes_per_token=per_row.get(Kind.KV, 0),
                     hidden_bytes_per_token=per_row.get(Kind.HIDDEN, 0),
                     checkpoint_bytes=per_row.get(Kind.CHECKPOINT, 0),
@@ -214,6 +226,11 @@ def _manifests(config: StoreConfig) -> Manifests | None:
     return Manifests(
         config.redis_url, config.redis_prefix, config.manifest_ttl_s, config.redis_timeout_s
     )
+
+
+def _identity(listen: str) -> str:
+    """What tells a store from others on the machine; port 0 is another port for each."""
+    return f"{listen}#{secrets.token_hex(8)}" if listen.endswith(":0") else listen
 
 
 def _check_namespace(namespace: bytes) -> None:
@@ -272,9 +289,15 @@ def _without_password(url: str | None) -> str:
 
 
 def prepare_socket(address: str) -> None:
-    """Makes the folder of a Unix socket, private to this user, and clears a dead socket away."""
+    """Makes the folder of a Unix socket, private to this user, and clears a dead socket away.
+
+    Raises:
+        StoreUnavailable: something that is no socket has the path.
+    """
     if address.startswith("unix:"):
         path = address.removeprefix("unix:").removeprefix("//")
         os.makedirs(os.path.dirname(path) or ".", mode=0o700, exist_ok=True)
         if os.path.exists(path):
+            if not stat.S_ISSOCK(os.stat(path).st_mode):
+                raise StoreUnavailable(f"can not listen at {path}: it is no socket")
             os.unlink(path)

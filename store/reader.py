@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tailreplay.proto import store_pb2 as pb
+from tailreplay.store.catalog import records_on
 from tailreplay.store.checksum import crc32c
 from tailreplay.store.errors import IntegrityError, InvalidRequest
 from tailreplay.store.header import Header, parse_header
 from tailreplay.store.objects import Kind, ObjectName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
     from tailreplay.store.catalog import Catalog
     from tailreplay.store.index import Node, Record
@@ -67,7 +68,7 @@ class Reader:
         self._timeout_s = timeout_s
         self._before_rows = before_rows
 
-    def frames(self, request: pb.FetchRequest) -> Iterator[pb.FetchFrame]:
+    def frames(self, request: pb.FetchRequest) -> Generator[pb.FetchFrame, None, None]:
         """Frames that answer a request, after the lease frame.
 
         Raises:
@@ -78,8 +79,11 @@ class Reader:
         for number, wanted in enumerate(request.ranges):
             pieces += self._pieces(request.namespace, path, number, wanted)
         dead: set[int] = set()
-        for window in _windows(pieces, self._window_bytes):
-            yield from self._send_window(window, dead)
+        try:
+            for window in _windows(pieces, self._window_bytes):
+                yield from self._send_window(window, dead)
+        finally:
+            self._catalog.used(_used(path, pieces))
 
     def _pieces(
         self, namespace: bytes, path: Sequence[Node], number: int, wanted: pb.Range
@@ -87,14 +91,13 @@ class Reader:
         first, end = wanted.first_token, wanted.end_token
         if first >= end or int(wanted.kind) not in set(Kind):
             raise InvalidRequest(
-                f"range {number} is {pb.Kind.Name(wanted.kind)} [{first}, {end}), "
-                "wanted a kind and first_token < end_token"
+                f"range {number} is of kind {int(wanted.kind)} [{first}, {end}), "
+                f"wanted one of {[k.name for k in Kind]} and first_token < end_token"
             )
         if int(wanted.kind) == Kind.CHECKPOINT:
-            name = ObjectName(namespace, Kind.CHECKPOINT, wanted.prefix_hash)
-            return [_Piece(number, wanted, self._catalog.record(name), first, end, last=True)]
+            return [self._checkpoint(namespace, number, wanted)]
         pieces, at = [], first
-        for record in _records_on(path, Kind(wanted.kind)):
+        for record in records_on(path, Kind(wanted.kind)):
             if record.end_token <= at or at >= end:
                 continue
             stop = min(record.end_token, end)
@@ -104,9 +107,21 @@ class Reader:
             pieces.append(_Piece(number, wanted, None, at, end, last=True))
         return pieces
 
+    def _checkpoint(self, namespace: bytes, number: int, wanted: pb.Range) -> _Piece:
+        name = ObjectName(namespace, Kind.CHECKPOINT, wanted.prefix_hash)
+        record = self._catalog.record(name)
+        first, end = wanted.first_token, wanted.end_token
+        wrong = record is not None and record.end_token != end
+        if end - first != 1 or wrong:
+            raise InvalidRequest(
+                f"range {number} is the checkpoint [{first}, {end}), wanted the one row before "
+                f"token {record.end_token if record is not None else end}"
+            )
+        return _Piece(number, wanted, record, first, end, last=True)
+
     def _send_window(self, window: Sequence[_Piece], dead: set[int]) -> Iterator[pb.FetchFrame]:
         live = [p for p in window if p.number not in dead]
-        pinned, reason = self._pin(live)
+        pinned, reasons = self._pin(live)
         headers: dict[ObjectName, Header] = {}
         try:
             for piece in live:
@@ -114,7 +129,7 @@ class Reader:
                     continue
                 if self._before_rows is not None:
                     self._before_rows(Kind(piece.wanted.kind))
-                why = yield from self._send_piece(piece, pinned, headers, reason)
+                why = yield from self._send_piece(piece, pinned, headers, reasons)
                 if why:
                     dead.add(piece.number)
                     yield _missing(piece, why)
@@ -123,53 +138,58 @@ class Reader:
         finally:
             self._tiers.unpin(pinned.values())
 
-    def _pin(self, window: Sequence[_Piece]) -> tuple[dict[ObjectName, Pinned], Reason]:
-        """Pins a window's objects; the reason is what the absence of one of them means."""
+    def _pin(
+        self, window: Sequence[_Piece]
+    ) -> tuple[dict[ObjectName, Pinned], dict[ObjectName, Reason]]:
+        """Pins a window's objects; says for those that can not be had why not."""
         records = {p.record.name: p.record for p in window if p.record is not None}
         wanted = [r for r in records.values() if r.exists]
         loading = sum(r.size for r in wanted if not r.in_cpu)
         if loading and self._tiers.pool_bytes - self._tiers.used_bytes < loading:
             self._catalog.make_room(loading)
-        damaged = self._integrity_errors()
+        before = self._tiers.redis_status()
         urgent = any(int(p.wanted.kind) != Kind.KV for p in window)
         got = self._tiers.pin(
             [(r.name, r.size) for r in wanted], urgent=urgent, timeout_s=self._timeout_s
         )
         pinned = {p.name: p for p in got if p is not None}
         self._catalog.loaded([r for r in wanted if r.name in pinned])
-        if len(pinned) == len(wanted):
-            return pinned, pb.MISS_REASON_EVICTED
         absent = [r for r in wanted if r.name not in pinned]
-        return pinned, self._give_up(absent, damaged)
+        return pinned, self._give_up(absent, before) if absent else {}
 
-    def _give_up(self, absent: Sequence[Record], damaged: int) -> Reason:
-        """Drops records whose payload is really gone; says why it is not there."""
-        status = self._tiers.redis_status()
-        if status.get("configured") and not status.get("healthy"):
-            # What can not be read now may be there later.
-            self._catalog.left_cpu(absent)
-            return pb.MISS_REASON_DEADLINE
+    def _give_up(
+        self, absent: Sequence[Record], before: Mapping[str, Any]
+    ) -> dict[ObjectName, Reason]:
+        """Drops records whose payload is really gone; says why they are not there."""
+        now = self._tiers.redis_status()
+        damaged = _steps(before, now, "integrity_errors") > 0
+        gone = _steps(before, now, "absent", "lookups") > _steps(before, now, "lookup_hits")
+        reasons: dict[ObjectName, Reason] = {}
         for record in absent:
+            if record.in_redis and not (damaged or (gone and now.get("healthy"))):
+                # What can not be read now, or has no room now, may be there later.
+                self._catalog.late([record])
+                reasons[record.name] = pb.MISS_REASON_DEADLINE
+                continue
+            in_redis = record.in_redis
             self._catalog.lost(record)
-        if self._integrity_errors() > damaged:
-            return pb.MISS_REASON_INTEGRITY
-        return pb.MISS_REASON_EVICTED
-
-    def _integrity_errors(self) -> int:
-        return int(self._tiers.redis_status().get("integrity_errors", 0))
+            reason = pb.MISS_REASON_INTEGRITY if damaged and in_redis else pb.MISS_REASON_EVICTED
+            reasons[record.name] = reason
+        return reasons
 
     def _send_piece(
         self,
         piece: _Piece,
         pinned: dict[ObjectName, Pinned],
         headers: dict[ObjectName, Header],
-        absent: Reason,
+        reasons: dict[ObjectName, Reason],
     ) -> Generator[pb.FetchFrame, None, Reason]:
         """Sends one piece's rows; returns why it could not, or 0."""
         record = piece.record
         held = pinned.get(record.name) if record is not None else None
         if record is None or held is None:
-            return absent
+            gone = pb.MISS_REASON_EVICTED
+            return gone if record is None else reasons.get(record.name, gone)
         header = headers.get(record.name)
         if header is None:
             try:
@@ -179,6 +199,8 @@ class Reader:
                 self._catalog.count("integrity_errors")
                 self._catalog.lost(record)
                 self._tiers.delete([record.name])
+                self._tiers.unpin(pinned.pop(record.name))
+                reasons[record.name] = pb.MISS_REASON_INTEGRITY
                 return pb.MISS_REASON_INTEGRITY
         for frame in _rows(piece, record, held, header):
             self._catalog.count("served_bytes", len(frame.rows.data))
@@ -186,12 +208,18 @@ class Reader:
         return pb.MISS_REASON_UNSPECIFIED
 
 
-def _records_on(path: Iterable[Node], kind: Kind) -> Iterator[Record]:
-    for node in path:
-        if kind is Kind.HIDDEN:
-            yield from node.hidden
-        elif node.kv is not None:
-            yield node.kv
+def _steps(before: Mapping[str, Any], now: Mapping[str, Any], *counters: str) -> int:
+    return sum(int(now.get(c, 0)) - int(before.get(c, 0)) for c in counters)
+
+
+def _used(path: Sequence[Node], pieces: Sequence[_Piece]) -> list[Record]:
+    """What a fetch has used: all it asked for, and the keys and values before that."""
+    asked = {p.record.name: p.record for p in pieces if p.record is not None}
+    ends = [p.end for p in pieces if p.wanted.kind == pb.KIND_KV]
+    for record in records_on(path, Kind.KV):
+        if record.first_token < max(ends, default=0):
+            asked[record.name] = record
+    return list(asked.values())
 
 
 def _windows(pieces: Iterable[_Piece], window_bytes: int) -> Iterator[list[_Piece]]:

@@ -67,8 +67,9 @@ class StoreServer:
         )
 
     def _listen(self, config: StoreConfig) -> tuple[grpc.Server, str]:
+        self._workers = ThreadPoolExecutor(config.max_workers, thread_name_prefix="store-rpc")
         server = grpc.server(
-            ThreadPoolExecutor(config.max_workers, thread_name_prefix="store-rpc"),
+            self._workers,
             options=[
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -100,6 +101,7 @@ class StoreServer:
         """Refuses new calls, lets running ones end for `grace_s` seconds, then closes the store."""
         self._health.enter_graceful_shutdown()
         self._server.stop(grace_s).wait()
+        self._workers.shutdown()  # a handler that still runs reads the pool's memory
         self.store.close()
 
 

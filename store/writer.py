@@ -9,7 +9,7 @@ from tailreplay.store import tokens as wire_tokens
 from tailreplay.store.catalog import Prefix
 from tailreplay.store.chain import PrefixChain, running_digests
 from tailreplay.store.errors import InvalidRequest, LimitExceeded
-from tailreplay.store.header import Header, verify_object
+from tailreplay.store.header import Header, header_bytes, verify_object
 from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Kind, ObjectName
 from tailreplay.store.tiers import PutOutcome
 
@@ -62,10 +62,13 @@ class Writer:
         digests = running_digests(self._digest_key(begin.namespace), tokens)
         prefix = Prefix(begin.namespace, digests, PrefixChain(begin.namespace, tokens))
         response = pb.PutResponse()
-        for frame in frames:
-            if frame.WhichOneof("frame") != "object":
-                raise InvalidRequest(f"got `{frame.WhichOneof('frame')}`, wanted `object`")
-            self._put_object(prefix, len(tokens), frame.object, frames, response)
+        try:
+            for frame in frames:
+                if frame.WhichOneof("frame") != "object":
+                    raise InvalidRequest(f"got `{frame.WhichOneof('frame')}`, wanted `object`")
+                self._put_object(prefix, len(tokens), frame.object, frames, response)
+        finally:
+            self._catalog.used_prefix(prefix)
         return response
 
     def _put_object(
@@ -111,6 +114,9 @@ class Writer:
         outcome = PutOutcome.FULL
         try:
             outcome = self._tiers.put(name, wanted.size_bytes, fill)
+            if outcome is PutOutcome.EXISTS and self._tiers.evict([name]):
+                # A load from Redis that nobody waited for left it there, unlisted.
+                outcome = self._tiers.put(name, wanted.size_bytes, fill)
             while outcome is PutOutcome.FULL and self._catalog.make_room(wanted.size_bytes):
                 outcome = self._tiers.put(name, wanted.size_bytes, fill)
         finally:
@@ -122,6 +128,10 @@ class Writer:
         first, end, kind = wanted.first_token, wanted.end_token, int(wanted.kind)
         if kind not in set(Kind):
             raise InvalidRequest(f"object has kind {kind}, wanted one of {[k.name for k in Kind]}")
+        if wanted.size_bytes < header_bytes(1):
+            raise InvalidRequest(
+                f"object has {wanted.size_bytes} bytes, wanted at least {header_bytes(1)}"
+            )
         if wanted.size_bytes > self._max_object_bytes:
             raise LimitExceeded(
                 f"object has {wanted.size_bytes} bytes, wanted at most {self._max_object_bytes}"

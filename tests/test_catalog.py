@@ -1,0 +1,212 @@
+"""What the store gives up when it needs room, on LMCache's pool."""
+
+import os
+
+import pytest
+from store_objects import GEOMETRY, Prefix, put_frames, runs_of, span_range
+
+from tailreplay.proto import store_pb2 as pb
+from tailreplay.store.config import StoreConfig
+from tailreplay.store.core import Store
+from tailreplay.store.header import object_bytes
+from tailreplay.store.objects import Kind
+from tailreplay.store.tokens import to_wire
+
+MIB = 1 << 20
+BASE = list(range(1024))
+KV, HIDDEN, CHECKPOINT = Kind
+BLOCK_BYTES = object_bytes(GEOMETRY[KV], 256)
+
+
+class Steps:
+    """A clock, and a gate before rows, that a test moves."""
+
+    def __init__(self):
+        self.now_s = 0.0
+        self.before_rows = lambda kind: None
+
+
+@pytest.fixture(scope="module")
+def steps():
+    return Steps()
+
+
+@pytest.fixture(scope="module")
+def whole_store(tmp_path_factory, steps):
+    listen = f"unix://{tmp_path_factory.mktemp('catalog')}/store.sock"
+    config = StoreConfig(listen=listen, pool_bytes=8 * MIB, fetch_window_bytes=MIB)
+    store = Store(
+        config, clock=lambda: steps.now_s, before_rows=lambda kind: steps.before_rows(kind)
+    )
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def store(whole_store):
+    """The module's store, empty."""
+    whole_store.catalog.make_room(whole_store.tiers.pool_bytes)
+    assert whole_store.tiers.used_bytes == 0
+    return whole_store
+
+
+@pytest.fixture
+def space():
+    return os.urandom(32)
+
+
+def put(store: Store, prefix: Prefix, *kinds: Kind) -> None:
+    answer = store.put(put_frames(prefix, prefix.spans(*kinds)))
+    assert answer.dropped == 0
+
+
+def match(store: Store, prefix: Prefix) -> pb.MatchResponse:
+    return store.match(pb.MatchRequest(namespace=prefix.namespace, tokens=to_wire(prefix.tokens)))
+
+
+def fetch(store: Store, prefix: Prefix, *ranges: pb.Range) -> None:
+    leaf = match(store, prefix).leaf
+    request = pb.FetchRequest(namespace=prefix.namespace, leaf=leaf, ranges=ranges)
+    assert not [f for f in store.fetch(request, lambda: None) if f.HasField("missing")]
+
+
+def kv(store: Store, prefix: Prefix) -> list[tuple[int, int]]:
+    return runs_of(match(store, prefix), KV)
+
+
+def two(space: bytes) -> tuple[Prefix, Prefix]:
+    return Prefix(space, BASE), Prefix(space, [7, *BASE[1:]])
+
+
+def test_late_blocks_of_the_prefix_stored_first_go_first(store, space):
+    old, new = two(space)
+    put(store, old, KV)
+    put(store, new, KV)
+    assert store.catalog.make_room(2 * BLOCK_BYTES)
+    assert (kv(store, old), kv(store, new)) == ([(0, 512)], [(0, 1024)])
+
+
+def test_a_fetch_counts_as_a_use(store, space):
+    old, new = two(space)
+    put(store, old, KV)
+    put(store, new, KV)
+    fetch(store, old, span_range(KV, 700, 1024))  # the blocks before are of use with it alone
+    assert store.catalog.make_room(4 * BLOCK_BYTES)
+    assert (kv(store, old), kv(store, new)) == ([(0, 1024)], [])
+
+
+def test_a_longer_put_keeps_the_blocks_it_goes_on_from(store, space):
+    first_turn, other = two(space)
+    put(store, first_turn, KV)
+    put(store, other, KV)
+    second_turn = Prefix(space, [*BASE, *range(5000, 5256)])
+    store.put(put_frames(second_turn, [(KV, 1024, 1280)]))
+    assert store.catalog.make_room(4 * BLOCK_BYTES)
+    assert (kv(store, second_turn), kv(store, other)) == ([(0, 1280)], [])
+
+
+def test_a_fetch_of_many_windows_leaves_late_blocks_the_first_to_go(store, space):
+    long = Prefix(space, range(40 * 256))  # more than one window of 1 MiB
+    put(store, long, KV)
+    fetch(store, long, span_range(KV, 0, len(long)))
+    assert store.catalog.make_room(BLOCK_BYTES)
+    assert kv(store, long) == [(0, 39 * 256)]
+
+
+def test_a_partial_block_goes_before_all_else_once_a_longer_one_covers_it(store, space):
+    unrelated, _ = two(space)
+    put(store, unrelated, KV)
+    shorter, longer = Prefix(space, [9, *BASE[:299]]), Prefix(space, [9, *BASE[:399]])
+    put(store, shorter, KV, HIDDEN)
+    put(store, longer, KV, HIDDEN)
+    assert store.catalog.make_room(1)
+    assert store.catalog.make_room(1)
+    assert runs_of(match(store, unrelated), KV) == [(0, 1024)]
+    assert runs_of(match(store, longer), KV) == runs_of(match(store, longer), HIDDEN) == [(0, 400)]
+    # The shorter sequence is served from the longer sibling's block, to the last token.
+    found = match(store, shorter)
+    assert runs_of(found, KV) == runs_of(found, HIDDEN) == [(0, 300)]
+    assert found.leaf == longer.chain.prefix_hash(400)
+
+
+def test_what_is_pinned_stays_and_others_go_in_its_place(store, space):
+    old, new = two(space)
+    put(store, old, KV)
+    put(store, new, KV)
+    sizes = [(old.name(KV, end), BLOCK_BYTES) for end in (256, 512, 768, 1024)]
+    pinned = store.tiers.pin(sizes, urgent=True, timeout_s=5)
+    assert store.catalog.make_room(BLOCK_BYTES)
+    assert (kv(store, old), kv(store, new)) == ([(0, 1024)], [(0, 768)])
+    store.tiers.unpin(pinned)
+
+
+def test_room_that_the_pool_does_not_have_is_not_made(store, space):
+    prefix, _ = two(space)
+    put(store, prefix)
+    before = store.tiers.used_bytes
+    assert not store.catalog.make_room(store.tiers.pool_bytes + 1)
+    assert store.tiers.used_bytes == before
+
+
+def test_an_empty_pool_has_nothing_to_evict(store):
+    assert not store.catalog.make_room(1)
+
+
+def test_what_was_evicted_is_no_longer_known(store, space):
+    prefix, _ = two(space)
+    put(store, prefix)
+    assert store.catalog.make_room(store.tiers.pool_bytes)
+    found = match(store, prefix)
+    assert (found.matched_tokens, list(found.checkpoints)) == (0, [])
+    assert store.catalog.figures()["blocks"] == 0
+    assert store.catalog.tier_figures() == {}
+    put(store, prefix)
+    assert match(store, prefix).matched_tokens == 1024
+
+
+def test_one_put_at_a_time_claims_a_name(store, space):
+    name = Prefix(space, BASE).name(KV, 256)
+    assert store.catalog.claim(name, 1000)
+    assert not store.catalog.claim(name, 1000)
+    store.catalog.unclaim(name)
+    assert store.catalog.claim(name, 1000)
+    store.catalog.unclaim(name)
+
+
+def test_a_reader_that_comes_late_does_not_bring_an_evicted_record_back(store, space):
+    prefix = Prefix(space, BASE[:256])
+    put(store, prefix)
+    old = store.catalog.record(prefix.name(KV, 256))
+    store.catalog.make_room(store.tiers.pool_bytes)
+    put(store, prefix)
+    store.catalog.loaded([old])
+    store.catalog.used([old])
+    assert not old.exists
+    assert store.catalog.make_room(store.tiers.pool_bytes)
+    assert store.catalog.tier_figures() == {}
+    assert store.tiers.used_bytes == 0
+
+
+def test_a_reader_is_not_at_fault_for_what_the_store_waits_for(store, space, steps, monkeypatch):
+    prefix = Prefix(space, BASE)
+    put(store, prefix, KV)
+    expired, cancelled = [], []
+
+    def wait(kind: Kind) -> None:
+        steps.now_s += 1000
+        expired.append(store.leases.expire())
+
+    monkeypatch.setattr(steps, "before_rows", wait)
+    request = pb.FetchRequest(
+        namespace=space, leaf=match(store, prefix).leaf, ranges=[span_range(KV, 0, 1024)]
+    )
+    frames = store.fetch(request, lambda: cancelled.append(True))
+    for frame in frames:
+        if frame.HasField("range_end"):
+            break
+    assert (expired, cancelled) == ([0, 0, 0, 0], [])
+    steps.now_s += 1000  # the last frame lies there, and nobody takes it
+    assert store.leases.expire() == 1
+    assert cancelled == [True]
+    assert list(frames) == []
+    assert (store.tiers.pinned_bytes, len(store.leases)) == (0, 0)
