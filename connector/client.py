@@ -12,7 +12,7 @@ import grpc
 from tailreplay.connector.breaker import Breaker
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.proto import store_pb2_grpc as rpc
-from tailreplay.store.errors import StoreUnavailable, from_rpc_error
+from tailreplay.store.errors import StoreUnavailable, TailReplayError, from_rpc_error
 from tailreplay.store.tokens import to_wire
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ CHUNK_BYTES = 1 << 20
 """Bytes of an object per Put message."""
 
 _MAX_MESSAGE_BYTES = 16 << 20
-_CLIENT_FAULTS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
 
 T = TypeVar("T")
 
@@ -52,7 +51,7 @@ class StoreClient:
 
     Args:
         address: unix:///path/to.sock or host:port.
-        match_timeout_s: deadline of Match.
+        match_timeout_s: deadline of Match, unless a call says otherwise.
         call_timeout_s: deadline of other unary calls.
         clock: seconds that only grow, for the breaker.
     """
@@ -69,14 +68,17 @@ class StoreClient:
         self._match_timeout_s = match_timeout_s
         self._call_timeout_s = call_timeout_s
         self._breaker = Breaker(f"store at {address}", clock)
+        # Of its own, or a store that answers lookups but whose streams stall would stall them all.
+        self._stream_breaker = Breaker(f"streams of the store at {address}", clock)
         self._channel = grpc.insecure_channel(
             address,
             options=[
                 ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-                # A store that comes back is found within the breaker's period.
-                ("grpc.initial_reconnect_backoff_ms", 100),
-                ("grpc.max_reconnect_backoff_ms", 1000),
+                # A store that comes back is found by the next lookup, within its deadline.
+                ("grpc.initial_reconnect_backoff_ms", 50),
+                ("grpc.min_reconnect_backoff_ms", 100),
+                ("grpc.max_reconnect_backoff_ms", 200),
                 # Proxies are for the outside; a store is on this machine or in this cluster.
                 ("grpc.enable_http_proxy", 0),
             ],
@@ -96,21 +98,34 @@ class StoreClient:
 
     def connect(self, timeout_s: float) -> bool:
         """Waits until the store can be reached; False when it can not in time."""
+        ready = grpc.channel_ready_future(self._channel)
         try:
-            grpc.channel_ready_future(self._channel).result(timeout=timeout_s)
+            ready.result(timeout=timeout_s)
         except grpc.FutureTimeoutError:
+            ready.cancel()
             return False
         return True
 
-    def match(self, namespace: bytes, tokens: ExtendedTokens) -> pb.MatchResponse:
+    def match(
+        self, namespace: bytes, tokens: ExtendedTokens, *, timeout_s: float | None = None
+    ) -> pb.MatchResponse:
         """What the store holds along the longest stored prefix of `tokens`.
+
+        Args:
+            namespace: 32 bytes.
+            tokens: the prompt.
+            timeout_s: in place of the client's `match_timeout_s`.
 
         Raises:
             StoreUnavailable: it is absent or slow, or the breaker is open.
             InvalidRequest: it does not take the namespace or the tokens.
         """
         request = pb.MatchRequest(namespace=namespace, tokens=to_wire(tokens))
-        return self._call(lambda: self._stub.Match(request, timeout=self._match_timeout_s))
+        deadline_s = self._match_timeout_s if timeout_s is None else timeout_s
+        # Waiting within the deadline finds a store that is just coming back.
+        return self._call(
+            lambda: self._stub.Match(request, timeout=deadline_s, wait_for_ready=True)
+        )
 
     def fetch(
         self, namespace: bytes, leaf: bytes, ranges: Iterable[pb.Range], *, timeout_s: float
@@ -120,10 +135,10 @@ class StoreClient:
         Raises:
             StoreUnavailable: the breaker is open.
         """
-        self._check_breaker()
+        self._check(self._stream_breaker)
         request = pb.FetchRequest(namespace=namespace, leaf=leaf, ranges=ranges)
         call = self._stub.Fetch(request, timeout=timeout_s)
-        return FetchStream(call, self._breaker, self.address)
+        return FetchStream(call, self._stream_breaker, self.address)
 
     def put(
         self,
@@ -172,17 +187,16 @@ class StoreClient:
         """Ends every call and the connection."""
         self._channel.close()
 
-    def _check_breaker(self) -> None:
-        if not self._breaker.allows():
+    def _check(self, breaker: Breaker) -> None:
+        if not breaker.allows():
             raise StoreUnavailable(f"store at {self.address}: not asked, it failed just before")
 
     def _call(self, call: Callable[[], T]) -> T:
-        self._check_breaker()
+        self._check(self._breaker)
         try:
             answer = call()
         except grpc.RpcError as error:
-            _note(self._breaker, error)
-            raise from_rpc_error(error, self.address) from error
+            raise _noted(self._breaker, error, self.address) from error
         self._breaker.succeeded()
         return answer
 
@@ -206,9 +220,13 @@ class FetchStream:
         try:
             yield from self._call
         except grpc.RpcError as error:
-            _note(self._breaker, error)
-            raise from_rpc_error(error, self._address) from error
+            raise _noted(self._breaker, error, self._address) from error
         self._breaker.succeeded()
+
+    def stalled(self) -> None:
+        """Ends a stream that brings nothing any more, and counts that against the store."""
+        self._breaker.failed()
+        self.cancel()
 
     def cancel(self) -> None:
         """Ends the stream; the store gives its pins back."""
@@ -222,15 +240,14 @@ def default_address() -> str:
     return os.environ.get("TAILREPLAY_LISTEN") or default_socket()
 
 
-def _note(breaker: Breaker, error: grpc.RpcError) -> None:
-    """Only what the store failed at counts against it, not what it refused or we ended."""
-    code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
-    if code is grpc.StatusCode.CANCELLED:
-        return
-    if code in _CLIENT_FAULTS:
+def _noted(breaker: Breaker, error: grpc.RpcError, address: str) -> TailReplayError:
+    """The tree's error; only what the store failed at counts against it, no refusal or cancel."""
+    ours = from_rpc_error(error, address)
+    if not isinstance(ours, StoreUnavailable):
         breaker.succeeded()
-    else:
+    elif not isinstance(error, grpc.Call) or error.code() is not grpc.StatusCode.CANCELLED:
         breaker.failed()
+    return ours
 
 
 def _put_frames(

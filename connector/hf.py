@@ -120,11 +120,7 @@ class HybridEngine:
         )
         self._owns_client = not isinstance(store, StoreClient)
         self._client = (
-            store
-            if isinstance(store, StoreClient)
-            else StoreClient(
-                store or default_address(), match_timeout_s=self.policy.match_timeout_s
-            )
+            store if isinstance(store, StoreClient) else StoreClient(store or default_address())
         )
         self.namespace = NamespaceFields(
             model={k: v for k, v in model.config.to_dict().items() if k not in _UNRELATED},
@@ -207,7 +203,9 @@ class HybridEngine:
         report.round_trip()
         try:
             with report.phase("match"):
-                answer = self._client.match(self.namespace, prompt.tokens)
+                answer = self._client.match(
+                    self.namespace, prompt.tokens, timeout_s=prompt.policy.match_timeout_s
+                )
         except TailReplayError as error:
             logger.debug("%s: prefill instead: %s", type(error).__name__, error)
             report.missed("store_down")
@@ -223,7 +221,7 @@ class HybridEngine:
         What did not come is put again, so nothing counts as stored after a failure.
         """
         if not plan.ranges:
-            return _Outcome(run.cold(keep=plan.used_tokens), plan, stored, None)
+            return _Outcome(run.cold(keep=plan.matched_tokens), plan, stored, None)
         prompt.report.round_trip()
         load = Load(
             plan.ranges,
@@ -239,7 +237,8 @@ class HybridEngine:
             load.cancel()
             logger.info("a load failed, prefill instead: %s", failure)
             prompt.report.missed(failure.reason)
-        return _Outcome(run.cold(), FetchPlan("miss", True, 0), NOTHING, None)
+        cold = run.cold(keep=plan.matched_tokens)
+        return _Outcome(cold, FetchPlan("miss", True, 0), NOTHING, None)
 
     def _start(self, load: Load, plan: FetchPlan, stored: StoredPrefix) -> None:
         try:

@@ -94,8 +94,9 @@ class PromptRun:
                 kept[plan.used_tokens] = self._model.states(cache)
         elif plan.prefill_from:
             self._model.set_states(cache, states or self._zero_states())
-        keep = plan.used_tokens if plan.recomputed_tokens else 0
-        done = self._prefill(cache, plan.prefill_from, keep, plan.exact, before_fa=wait_kv)
+        done = self._prefill(
+            cache, plan.prefill_from, plan.matched_tokens, plan.exact, before_fa=wait_kv
+        )
         done.states |= kept
         return done
 
@@ -144,10 +145,11 @@ class PromptRun:
             self._model.install_kv(cache, layer, *on_device)
 
         def wait(layer: int) -> None:
-            if layer not in number_of:
+            number = number_of.pop(layer, None)
+            if number is None:
                 return
             with self._report.phase("kv"):
-                buffer = load.wait(number_of[layer])
+                buffer = load.wait(number)
             if self._model.device.type != "cpu":
                 keys, values = self._codec.unpack_kv(buffer)
                 targets[layer][0].copy_(keys)

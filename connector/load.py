@@ -9,7 +9,12 @@ import numpy as np
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.checksum import crc32c
-from tailreplay.store.errors import IntegrityError, TailReplayError
+from tailreplay.store.errors import (
+    GeometryMismatch,
+    IntegrityError,
+    InvalidRequest,
+    TailReplayError,
+)
 from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Kind
 
 if TYPE_CHECKING:
@@ -67,10 +72,12 @@ class Load:
         self._stall_timeout_s = stall_timeout_s
         self._on_event = on_event
         self.buffers = [self._buffer(wanted) for wanted in ranges]
-        self._stream: FetchStream | None = None
-        # Guarded by _changed: what has come so far. `_got` counts payload bytes per range.
+        # Touched by the reading thread alone: which rows of each range have come, `[units, rows]`.
+        self._came = [np.zeros(buffer.shape[:2], bool) for buffer in self.buffers]
+        # Guarded by _changed: what has come so far.
         self._changed = threading.Condition()
-        self._got = [0] * len(ranges)
+        self._stream: FetchStream | None = None
+        self._cancelled = False
         self._done = [False] * len(ranges)
         self._failed: dict[int, LoadFailed] = {}
         self._over: LoadFailed | None = None
@@ -81,11 +88,15 @@ class Load:
         """Reads the stream to its end; called once, on a thread of its own. Never raises."""
         with self._changed:
             self._stream = stream
+            cancelled = self._cancelled
+        if cancelled:
+            stream.cancel()
         over = LoadFailed("evicted", "the stream ended before the range was complete")
         try:
             for frame in stream:
                 self._take(frame)
-        except IntegrityError as error:
+        except (IntegrityError, InvalidRequest, GeometryMismatch) as error:
+            # A range that the store finds invalid is one of another shape than its objects.
             over = LoadFailed("integrity", str(error))
             stream.cancel()
         except TailReplayError as error:
@@ -109,12 +120,15 @@ class Load:
                 seen = self._frames
                 self._changed.wait(self._stall_timeout_s)
                 if self._frames == seen and not self._settled(number):
+                    if self._stream is not None:
+                        self._stream.stalled()
                     raise LoadFailed("deadline", f"nothing came for {self._stall_timeout_s} s")
         return self.buffers[number]
 
     def cancel(self) -> None:
         """Ends the load; ranges that are not complete fail."""
         with self._changed:
+            self._cancelled = True
             stream = self._stream
         if stream is not None:
             stream.cancel()
@@ -140,9 +154,9 @@ class Load:
             reason = _REASONS.get(frame.missing.reason, "evicted")
             failure = LoadFailed(reason, f"the store has no rows from {frame.missing.first_token}")
             with self._changed:
-                self._failed[frame.missing.range] = failure
+                self._failed[self._number(frame.missing.range)] = failure
         elif kind == "range_end":
-            self._end(frame.range_end.range)
+            self._end(self._number(frame.range_end.range))
         with self._changed:
             self._frames += 1
             self._changed.notify_all()
@@ -150,12 +164,15 @@ class Load:
     def _take_rows(self, rows: pb.Rows) -> None:
         wanted, buffer = self._check_rows(rows)
         unit, row = rows.first_unit - wanted.first_unit, rows.first_token - wanted.first_token
-        part = np.frombuffer(rows.data, "u1").reshape(rows.units, rows.rows, rows.row_bytes)
-        buffer[unit : unit + rows.units, row : row + rows.rows] = part
+        here = np.s_[unit : unit + rows.units, row : row + rows.rows]
+        came = self._came[rows.range]
+        if came[here].any():
+            raise IntegrityError(f"rows from {rows.first_token} come twice")
+        first = not came.any()
+        buffer[here] = np.frombuffer(rows.data, "u1").reshape(rows.units, rows.rows, rows.row_bytes)
+        came[here] = True
         tier = "redis" if rows.tier == pb.TIER_REDIS else "cpu"
         with self._changed:
-            first = self._got[rows.range] == 0
-            self._got[rows.range] += len(rows.data)
             key = (tier, Kind(wanted.kind))
             self._bytes[key] = self._bytes.get(key, 0) + len(rows.data)
         if first:
@@ -163,11 +180,11 @@ class Load:
 
     def _check_rows(self, rows: pb.Rows) -> tuple[pb.Range, npt.NDArray[np.uint8]]:
         """Refuses rows that are damaged, of another shape, or of another prefix."""
-        if rows.range >= len(self._ranges):
-            raise IntegrityError(f"rows of range {rows.range}, wanted below {len(self._ranges)}")
-        wanted, buffer = self._ranges[rows.range], self.buffers[rows.range]
+        number = self._number(rows.range)
+        wanted, buffer = self._ranges[number], self.buffers[number]
         row_bytes = buffer.shape[2]
-        if rows.row_bytes != row_bytes or len(rows.data) != rows.units * rows.rows * row_bytes:
+        fits = len(rows.data) == rows.units * rows.rows * row_bytes > 0
+        if rows.row_bytes != row_bytes or not fits:
             raise IntegrityError(
                 f"{rows.units} units of {rows.rows} rows of {rows.row_bytes} bytes in "
                 f"{len(rows.data)} bytes, wanted rows of {row_bytes} bytes"
@@ -200,11 +217,14 @@ class Load:
         if rows.prefix_hash != self._chain.prefix_hash(end):
             raise IntegrityError(f"rows up to {end} belong to another prefix")
 
-    def _end(self, number: int) -> None:
+    def _number(self, number: int) -> int:
         if number >= len(self._ranges):
-            raise IntegrityError(f"end of range {number}, wanted below {len(self._ranges)}")
+            raise IntegrityError(f"a frame of range {number}, wanted below {len(self._ranges)}")
+        return number
+
+    def _end(self, number: int) -> None:
+        complete = bool(self._came[number].all())
         with self._changed:
-            complete = self._got[number] == self.buffers[number].size
             self._done[number] = complete
             if not complete:
                 self._failed[number] = LoadFailed("integrity", f"range {number} has holes")
