@@ -36,7 +36,8 @@ class Trainer:
         self, recipe: Recipe, corpus: Corpus, vocab_size: int, args: argparse.Namespace
     ) -> None:
         self.recipe, self.corpus, self.args = recipe, corpus, args
-        self.model = model.new_model(model.shape(vocab_size, **recipe.shape), args.seed)
+        shape = model.shape(vocab_size, **recipe.shape)
+        self.model = model.new_model(shape, args.seed, recipe.copier)
         self.optimizers = _optimizers(self.model)
         self.rng = np.random.default_rng(args.seed)
         self.progress = {"tokens": 0, "step": 0, "level": 0, "right": 0.0, "loss": 0.0}
@@ -123,23 +124,22 @@ class Trainer:
     def _loss(
         self, names: list[str], rows: list[Sample], cut: int | None
     ) -> tuple[Tensor, float | None]:
-        """Loss on text, by its share, plus mean loss on answers; share of needles answered right."""
+        """Loss on text, by its share, plus mean loss of each task; share of needles found."""
         ids = torch.from_numpy(np.stack([row.ids for row in rows]))
         answer = torch.from_numpy(np.stack([row.answer for row in rows]))[:, 1:]
-        natural = torch.from_numpy(np.stack([row.text for row in rows]))[:, 1:]
-        needle = torch.tensor([name == "needles" for name in names])[:, None] & answer
-        judged = answer | natural
-        hidden = forward.hidden_states(self.model, ids, forward.Memory(cut, self.level.speedup))
-        logits = self.model.lm_head(hidden[:, :-1][judged])
+        judged = answer | torch.from_numpy(np.stack([row.text for row in rows]))[:, 1:]
+        memory = forward.Memory(cut, self.level.speedup)
+        logits = self.model.lm_head(forward.hidden_states(self.model, ids, memory)[:, :-1][judged])
         targets = ids[:, 1:][judged]
         losses = F.cross_entropy(logits, targets, reduction="none")
-        is_answer, is_needle = answer[judged], needle[judged]
-        loss = losses[~is_answer].sum() / ids.numel()
-        if is_answer.any():
-            loss = loss + losses[is_answer].mean()
-        if not is_needle.any():
-            return loss, None
-        return loss, (logits.argmax(-1) == targets)[is_needle].float().mean().item()
+        loss = losses[~answer[judged]].sum() / ids.numel()
+        right = None
+        for task in sorted(set(names) - {"text"}):
+            asked = torch.tensor([name == task for name in names])[:, None] & answer
+            loss = loss + losses[asked[judged]].mean() / (len(self.level.mix) - 1)
+            if task == "needles":
+                right = (logits.argmax(-1) == targets)[asked[judged]].float().mean().item()
+        return loss, right
 
     def _schedule(self) -> float:
         """Factor on the learning rate: a short rise, constant, linear fall in the last fifth."""

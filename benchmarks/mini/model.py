@@ -35,8 +35,14 @@ def shape(vocab_size: int, **changes: int) -> Qwen3_5TextConfig:
     )
 
 
-def new_model(config: Qwen3_5TextConfig, seed: int) -> Qwen3_5ForCausalLM:
-    """A float32 model with matrices scaled by fan-in and half-lives spread over the GDN heads."""
+def new_model(config: Qwen3_5TextConfig, seed: int, copier: bool = True) -> Qwen3_5ForCausalLM:
+    """A float32 model with matrices scaled by fan-in and half-lives spread over the GDN heads.
+
+    Args:
+        config: Its shape.
+        seed: Of the random weights.
+        copier: Whether FA starts by attending to similar tokens and copying them.
+    """
     torch.manual_seed(seed)
     model = Qwen3_5ForCausalLM(config)
     with torch.no_grad():
@@ -45,7 +51,7 @@ def new_model(config: Qwen3_5TextConfig, seed: int) -> Qwen3_5ForCausalLM:
                 weight.normal_(std=_std(name, weight))
         model.lm_head.weight.copy_(0.04 * model.model.embed_tokens.weight)
         for block in model.model.layers:
-            if block.block_type == "full_attention":
+            if copier and block.block_type == "full_attention":
                 _start_fa(block.self_attn)
         linear = [b.linear_attn for b in model.model.layers if b.block_type == "linear_attention"]
         for i, gdn in enumerate(linear):

@@ -46,12 +46,14 @@ class Recipe:
     levels: tuple[Level, ...]
     rate: float = 5e-3
     """Learning rate of the matrices (Muon); the rest (AdamW) has 0.4 times as much."""
+    copier: bool = True
+    """FA starts by attending to similar tokens and copying them."""
     shape: dict[str, int] = field(default_factory=dict)
     """Changes to the shape of the model."""
 
 
 WARM = {"needles": 0.6, "copy": 0.15, "text": 0.25}
-MIXED = {"needles": 0.3, "track": 0.15, "common": 0.15, "copy": 0.05, "text": 0.35}
+MIXED = {"needles": 0.3, "track": 0.2, "common": 0.2, "text": 0.3}
 
 RECIPES = {
     "retrieval": Recipe(
@@ -60,10 +62,24 @@ RECIPES = {
             Level(64, None, WARM, packed=1.0, alphabet=(128, 24)),
             Level(128, None, WARM, packed=1.0),
             Level(256, None, WARM, keys=16),
-            *(Level(256, speedup, MIXED, keys=16) for speedup in (1000, 100, 30, 10, 3, 1)),
-            Level(512, 1.0, MIXED, keys=32),
-            Level(1024, 1.0, MIXED, keys=48),
-            Level(2048, 1.0, MIXED, keys=64),
+            *(
+                Level(256, speedup, MIXED, keys=16, pass_at=0.8)
+                for speedup in (1000, 100, 30, 10, 3, 1)
+            ),
+            Level(256, 1.0, MIXED, keys=16, packed=0.3, pass_at=0.9),
+            Level(512, 1.0, MIXED, keys=32, packed=0.3, pass_at=0.85),
+            Level(1024, 1.0, MIXED, keys=48, packed=0.3, pass_at=0.85),
+            Level(2048, 1.0, MIXED, keys=64, packed=0.3),
         )
+    ),
+    "state": Recipe(
+        (
+            Level(64, 1.0, WARM, packed=1.0, alphabet=(32, 12)),
+            Level(64, 1.0, WARM, packed=1.0, alphabet=(128, 24)),
+            Level(128, 1.0, WARM, keys=8),
+            Level(256, 1.0, MIXED, keys=12),
+            Level(512, 1.0, MIXED, keys=16),
+        ),
+        copier=False,
     ),
 }

@@ -1,5 +1,7 @@
 """Scores of a miniature: full prefill, states zeroed at the boundary, or replayed from a tail."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -48,19 +50,54 @@ def text_loss(
     return F.cross_entropy(logits.flatten(0, 1), ids[:, half:].flatten()).item()
 
 
+@torch.no_grad()
+def continuation(
+    model: Qwen3_5ForCausalLM, corpus: Corpus, m: int, samples: int = 32, ahead: int = 16
+) -> dict[str, tuple[float, float]]:
+    """Held-back text after a prefix of `m` tokens: agreement with full, and loss, by column.
+
+    Returns:
+        Column -> share of the next `ahead` tokens at which the most probable token is the one of
+        a full prefill, and mean loss in nats a token.
+    """
+    rng = np.random.default_rng(1)
+    rows = np.stack([corpus.passage(rng, m + ahead + 1, held_back=True) for _ in range(samples)])
+    ids = torch.from_numpy(rows)
+    logits: dict[str, list[Tensor]] = {name: [] for name in RATIOS}
+    for part in ids.split(max(1, 8192 // m)):
+        for name, out in _columns(model, part[:, :-1], m, 1.0):
+            logits[name].append(model.lm_head(out))
+    joined = {name: torch.cat(parts) for name, parts in logits.items()}
+    top = joined["full"].argmax(-1)
+    return {
+        name: (
+            (found.argmax(-1) == top).float().mean().item(),
+            F.cross_entropy(found.flatten(0, 1), ids[:, m + 1 :].flatten()).item(),
+        )
+        for name, found in joined.items()
+    }
+
+
+def _columns(
+    model: Qwen3_5ForCausalLM, ids: Tensor, m: int, speedup: float | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Final hidden states of `ids` from `m` on, for each way of getting the states at `m`."""
+    _, stored = extend(model, ids[:, :m], None, speedup)
+    for name, ratio in RATIOS.items():
+        states = stored.states
+        if ratio is not None:
+            states = replay(model, stored.hidden, round(ratio * m), speedup)
+        yield name, extend(model, ids[:, m:], Stored(stored.kv, {}, states), speedup)[0]
+
+
 def _hits(
     model: Qwen3_5ForCausalLM, rows: list[Sample], speedup: float | None
 ) -> dict[str, Tensor]:
     ids = torch.from_numpy(np.stack([row.ids for row in rows]))
     m = rows[0].boundary
     answer = torch.from_numpy(np.stack([row.answer for row in rows]))[:, m:]
-    _, stored = extend(model, ids[:, :m], None, speedup)
     found = {}
-    for name, ratio in RATIOS.items():
-        states = stored.states
-        if ratio is not None:
-            states = replay(model, stored.hidden, round(ratio * m), speedup)
-        out, _ = extend(model, ids[:, m:], Stored(stored.kv, {}, states), speedup)
+    for name, out in _columns(model, ids, m, speedup):
         guess = model.lm_head(out[:, :-1]).argmax(-1)
         found[name] = (guess == ids[:, m + 1 :])[answer[:, 1:]]
     return found
