@@ -75,9 +75,8 @@ class Store:
         self._reader = Reader(
             self.catalog,
             self.tiers,
-            window_bytes=min(
-                config.fetch_window_bytes, int(self.tiers.pool_bytes * config.leased_share)
-            ),
+            window_bytes=config.fetch_window_bytes,
+            leased_bytes=int(self.tiers.pool_bytes * config.leased_share),
             timeout_s=config.tier_timeout_s,
             before_rows=before_rows,
         )

@@ -12,6 +12,7 @@ from tailreplay.store.checksum import crc32c
 from tailreplay.store.errors import IntegrityError, InvalidRequest
 from tailreplay.store.header import Header, parse_header
 from tailreplay.store.objects import Kind, ObjectName
+from tailreplay.store.pin_budget import PinBudget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -48,8 +49,9 @@ class Reader:
     Args:
         catalog: what exists.
         tiers: where it is.
-        window_bytes: bytes of objects pinned at a time.
-        timeout_s: longest wait for one window to come from Redis.
+        window_bytes: bytes of objects that one stream pins at a time.
+        leased_bytes: bytes that all streams pin at a time.
+        timeout_s: longest wait for one window to come from Redis, or for other streams' pins.
         before_rows: called before the rows of each piece are sent; tests hold bulk rows back here.
     """
 
@@ -59,12 +61,14 @@ class Reader:
         tiers: Tiers,
         *,
         window_bytes: int,
+        leased_bytes: int,
         timeout_s: float,
         before_rows: Callable[[Kind], None] | None = None,
     ) -> None:
         self._catalog = catalog
         self._tiers = tiers
-        self._window_bytes = window_bytes
+        self._window_bytes = min(window_bytes, leased_bytes)
+        self._budget = PinBudget(leased_bytes)
         self._timeout_s = timeout_s
         self._before_rows = before_rows
 
@@ -121,7 +125,20 @@ class Reader:
 
     def _send_window(self, window: Sequence[_Piece], dead: set[int]) -> Iterator[pb.FetchFrame]:
         live = [p for p in window if p.number not in dead]
-        pinned, reasons = self._pin(live)
+        records = {p.record.name: p.record for p in live if p.record is not None}
+        with self._budget.hold(sum(r.size for r in records.values()), self._timeout_s) as granted:
+            if granted:
+                yield from self._send_pinned(live, list(records.values()), dead)
+                return
+        for piece in live:
+            if piece.number not in dead:
+                dead.add(piece.number)
+                yield _missing(piece, pb.MISS_REASON_DEADLINE)
+
+    def _send_pinned(
+        self, live: Sequence[_Piece], records: Sequence[Record], dead: set[int]
+    ) -> Iterator[pb.FetchFrame]:
+        pinned, reasons = self._pin(records, urgent=any(p.wanted.kind != pb.KIND_KV for p in live))
         headers: dict[ObjectName, Header] = {}
         try:
             for piece in live:
@@ -139,16 +156,14 @@ class Reader:
             self._tiers.unpin(pinned.values())
 
     def _pin(
-        self, window: Sequence[_Piece]
+        self, records: Sequence[Record], *, urgent: bool
     ) -> tuple[dict[ObjectName, Pinned], dict[ObjectName, Reason]]:
         """Pins a window's objects; says for those that can not be had why not."""
-        records = {p.record.name: p.record for p in window if p.record is not None}
-        wanted = [r for r in records.values() if r.exists]
+        wanted = [r for r in records if r.exists]
         loading = sum(r.size for r in wanted if not r.in_cpu)
         if loading and self._tiers.pool_bytes - self._tiers.used_bytes < loading:
             self._catalog.make_room(loading)
         before = self._tiers.redis_status()
-        urgent = any(int(p.wanted.kind) != Kind.KV for p in window)
         got = self._tiers.pin(
             [(r.name, r.size) for r in wanted], urgent=urgent, timeout_s=self._timeout_s
         )

@@ -624,6 +624,26 @@ def test_a_reader_that_leaves_pins_nothing(stern, space):
     until(lambda: store.tiers.pinned_bytes == 0)
 
 
+def test_readers_together_pin_no_more_than_their_share(stern):
+    store, client = stern
+    prefixes = [big_prefix(os.urandom(32)) for _ in range(2)]
+    for prefix in prefixes:
+        client.put(prefix, prefix.spans(KV))
+    streams = [
+        client.open_fetch(prefix, span_range(KV, *part))
+        for prefix in prefixes
+        for part in ((0, 1024), (1024, 1536))  # windows of 8 and 4 MiB
+    ]
+    pinned = []
+    for stream in streams:  # each takes its lease, and then no more
+        next(stream)
+    until(lambda: pinned.append(store.tiers.pinned_bytes) or not len(store.leases))
+    assert 8 * MIB < max(pinned) <= store.tiers.pool_bytes * store.config.leased_share
+    until(lambda: store.tiers.pinned_bytes == 0)
+    for stream in streams:
+        stream.cancel()
+
+
 def test_an_early_release_ends_the_stream(stern, space):
     store, client = stern
     prefix = big_prefix(space)
