@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,6 +54,22 @@ sequences = st.lists(st.integers(0, 3), max_size=200)
 @pytest.mark.parametrize("end_token", GOLDEN_HASHES)
 def test_prefix_hashes_are_the_golden_ones(end_token):
     assert PrefixChain(NAMESPACE, TOKENS).prefix_hash(end_token).hex() == GOLDEN_HASHES[end_token]
+
+
+def name_by_the_page(namespace: bytes, tokens: list[int]) -> bytes:
+    """docs/format.md in as many words."""
+    key = blake3(b"tailreplay prefix chain v1").digest()
+    last = blake3(namespace, key=key).digest()
+    for at in range(0, len(tokens), 64):
+        page = b"".join(token.to_bytes(8, "little") for token in tokens[at : at + 64])
+        last = blake3(last + page, key=key).digest()
+    return last
+
+
+@given(st.lists(st.integers(0, (1 << 64) - 1), max_size=200))
+def test_names_are_those_of_the_format_page(tokens):
+    chain = PrefixChain(NAMESPACE, np.array(tokens, np.uint64))
+    assert chain.prefix_hash(len(tokens)) == name_by_the_page(NAMESPACE, tokens)
 
 
 def test_whole_pages_are_listed():
