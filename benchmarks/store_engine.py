@@ -1,0 +1,79 @@
+"""What sharing costs an engine that never gets anything back."""
+
+import os
+import statistics
+import sys
+import tempfile
+from typing import Any
+
+from store_children import Child, cpu_s
+
+Field = dict[str, Any]
+
+_PROMPT_TOKENS = 2048
+
+
+def zero_reuse_overhead(quick: bool) -> Field:
+    """CPU of engine and store for prompts that share nothing, with the store and without.
+
+    The model is random and mid-size: 16 layers of width 1024, 0.2 G parameters, float32 on CPU. A
+    smaller model would make the store look dear, a larger one cheap.
+    """
+    pairs = 3 if quick else 20
+    with tempfile.TemporaryDirectory(prefix="tailreplay-bench-") as folder:
+        store = Child("store", listen=f"unix://{folder}/store.sock", pool_bytes=1 << 30)
+        engine = None
+        try:
+            engine = Child("engine", python=sys.executable, address=store.facts["address"])
+            engine.ask("run", number=0, mode="exact")
+            costs: dict[str, list[float]] = {"off": [], "exact": []}
+            for number in range(1, pairs + 1):
+                order = ("off", "exact") if number % 2 else ("exact", "off")
+                for mode in order:
+                    before = cpu_s(store.pid, engine.pid)
+                    engine.ask("run", number=number * 2 + (mode == "exact"), mode=mode)
+                    costs[mode].append(cpu_s(store.pid, engine.pid) - before)
+            facts = engine.facts
+        finally:
+            for child in (engine, store):
+                if child is not None:
+                    child.close()
+    ratios = [on / off - 1 for on, off in zip(costs["exact"], costs["off"], strict=True)]
+    value = statistics.median(ratios)
+    return {
+        "value": value,
+        "bar": "<= 0.03",
+        "ok": value <= 0.03,
+        "pairs": pairs,
+        "least": min(ratios),
+        "most": max(ratios),
+        "off_cpu_s": statistics.median(costs["off"]),
+        "exact_cpu_s": statistics.median(costs["exact"]),
+        "prompt_tokens": _PROMPT_TOKENS,
+        **facts,
+    }
+
+
+def engine_child(address: str) -> None:
+    """Role of an engine: `run` prefills a new prompt and waits until it has been stored."""
+    import torch
+    from store_children import Answer, answer_commands
+    from tiny_models import random_tokens, tiny_qwen
+
+    from tailreplay.connector.hf import CachePolicy, HybridEngine
+
+    torch.set_num_threads(2)
+    model = tiny_qwen(layers=16, hidden=1024, vocab=4096)
+    engine = HybridEngine(model, address, weights_id="bench")
+
+    def run(number: int, mode: Any) -> Answer:  # noqa: ANN401 - a mode's name
+        prompt = random_tokens(_PROMPT_TOKENS, seed=number, vocab=4096).tolist()
+        report = engine.generate(prompt, 1, policy=CachePolicy(mode=mode)).report
+        engine.flush()
+        return {"matched_tokens": report["matched_tokens"]}
+
+    try:
+        parameters = sum(p.numel() for p in model.parameters())
+        answer_commands({"pid": os.getpid(), "parameters": parameters}, {"run": run})
+    finally:
+        engine.close()
