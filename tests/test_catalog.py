@@ -6,11 +6,15 @@ import pytest
 from store_objects import GEOMETRY, Prefix, put_frames, runs_of, span_range
 
 from tailreplay.proto import store_pb2 as pb
+from tailreplay.store.catalog import Catalog
+from tailreplay.store.chain import digest_key
 from tailreplay.store.config import StoreConfig
 from tailreplay.store.core import Store
 from tailreplay.store.header import object_bytes
+from tailreplay.store.manifest import Manifests
 from tailreplay.store.objects import Kind
 from tailreplay.store.tokens import to_wire
+from tailreplay.store.writer import Writer
 
 MIB = 1 << 20
 BASE = list(range(1024))
@@ -138,6 +142,25 @@ def test_what_is_pinned_stays_and_others_go_in_its_place(store, space):
     assert store.catalog.make_room(BLOCK_BYTES)
     assert (kv(store, old), kv(store, new)) == ([(0, 1024)], [(0, 768)])
     store.tiers.unpin(pinned)
+
+
+def test_what_is_on_its_way_to_redis_stays_until_it_is_there_or_given_up(store, space):
+    prefix, _ = two(space)
+    manifests = Manifests("unix:///nowhere/redis.sock", "t:", 60.0, 1.0)
+    catalog = Catalog(manifests)
+    catalog.attach(store.tiers)  # which has no Redis, so that nothing ever arrives there
+    writer = Writer(catalog, store.tiers, digest_key=digest_key, max_object_bytes=MIB)
+    assert writer.put(put_frames(prefix, prefix.spans(KV))).stored == 4
+    assert catalog.figures()["redis_pending_bytes"] == 4 * BLOCK_BYTES
+    assert not catalog.make_room(BLOCK_BYTES)
+    catalog.redis_failed([prefix.name(KV, 256), prefix.name(KV, 512)])
+    assert catalog.make_room(4 * BLOCK_BYTES)
+    assert catalog.figures()["redis_pending_bytes"] == 2 * BLOCK_BYTES
+    names = [prefix.name(KV, end) for end in (256, 512, 768, 1024)]
+    assert store.tiers.resident(names) == [False, False, True, True]
+    catalog.redis_failed(names)
+    assert catalog.make_room(2 * BLOCK_BYTES)
+    manifests.close()
 
 
 def test_room_that_the_pool_does_not_have_is_not_made(store, space):
