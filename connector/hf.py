@@ -134,6 +134,12 @@ class HybridEngine:
         # Guarded by _busy: write-backs that have not ended.
         self._puts: set[Future[None]] = set()
         self._client.connect(self.policy.match_timeout_s)
+        logger.info(
+            "prefixes are reused at any token; states are kept every %d tokens, gaps of up to %d "
+            "tokens are closed exactly",
+            self.policy.prefill_chunk_tokens,
+            self.policy.max_replay_tokens,
+        )
 
     def __enter__(self) -> HybridEngine:
         return self
