@@ -1,6 +1,7 @@
 """What the scheduler's side of the connector tells the workers in a step, and what they answer.
 
-Both travel inside vLLM's own messages between its processes.
+Both travel inside vLLM's own messages between its processes. vLLM logs what it was doing when an
+engine fails, so tokens and names are left out of their representations.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class KeepBegin:
         checkpoints: tokens at which it has states.
     """
 
-    namespace: bytes
-    tokens: ExtendedTokens
+    namespace: bytes = field(repr=False)
+    tokens: ExtendedTokens = field(repr=False)
     stored_kv_tokens: int
     stored_hidden: tuple[tuple[int, int], ...]
     checkpoints: tuple[int, ...]
@@ -51,9 +52,9 @@ class LoadOp:
     """
 
     request_id: str
-    namespace: bytes
-    leaf: bytes
-    tokens: ExtendedTokens
+    namespace: bytes = field(repr=False)
+    leaf: bytes = field(repr=False)
+    tokens: ExtendedTokens = field(repr=False)
     plan: FetchPlan
     local_tokens: int
     block_ids: BlockIds
@@ -100,7 +101,7 @@ class StepOps:
     ready: list[str] = field(default_factory=list)
     dropped: dict[str, bool] = field(default_factory=dict)
     keeps: list[KeepOp] = field(default_factory=list)
-    finished: dict[str, ExtendedTokens | None] = field(default_factory=dict)
+    finished: dict[str, ExtendedTokens | None] = field(default_factory=dict, repr=False)
 
 
 @dataclass(slots=True)

@@ -74,12 +74,19 @@ class Shard:
         return self._gather(units, 1, 1)
 
     def _gather(self, x: Tensor, dim: int, step: int) -> Tensor | None:
+        """On the host, over the group's own CPU channel.
+
+        Not by vLLM's gather for CPUs: ranks that only send run ahead of it, and the next
+        collective but one then waits for ever.
+        """
         if self.size == 1:
             return x
-        parts = self._group.gather(x.contiguous(), dst=0, dim=dim)
-        if parts is None:
-            return None
-        return torch.cat(parts.chunk(self.size, dim)[::step], dim)
+        own = x.cpu().contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.size)] if self.rank == 0 else None
+        flat = None if parts is None else [p.view(torch.uint8) for p in parts]
+        group = self._group.cpu_group
+        torch.distributed.gather(own.view(torch.uint8), flat, group=group, group_dst=0)
+        return None if parts is None else torch.cat(parts[::step], dim)
 
 
 class VllmModel:

@@ -78,8 +78,74 @@ class Child:
 
         return [get_kv_transfer_group()] if has_kv_transfer_group() else []
 
+    def compare(
+        self,
+        prompt: list[int],
+        cuts: list[int],
+        noise_cuts: list[int],
+        tokens: int = 24,
+        cache_salt: str | None = None,
+    ) -> dict[str, Any]:
+        """A hit beside a prefill of the same prompt cut where the hit's history was cut.
+
+        States are read from the engine's own cache after the last cut, in each case before the
+        rest of the prompt runs. The engine's own noise is that between two ways of cutting.
+        """
+        reference = self._cut_prefill(prompt, cuts, tokens)
+        other = self._cut_prefill(prompt, noise_cuts, tokens)
+        hit = self._hit(prompt, tokens, cache_salt)
+        return {
+            "cached": hit["cached"],
+            "report": hit["report"],
+            "tokens_equal": hit["tokens"] == reference["tokens"],
+            "state_error": _state_error(hit["states"], reference["states"]),
+            "noise": _state_error(other["states"], reference["states"]),
+            "error_to_noise_cuts": _state_error(hit["states"], other["states"]),
+        }
+
+    def _cut_prefill(self, prompt: list[int], cuts: list[int], tokens: int) -> dict[str, Any]:
+        """A plain prefill, cut by the scheduler's own budget."""
+        scheduler = self.scheduler()
+        before = scheduler.max_num_scheduled_tokens
+        name = self.add(prompt, tokens, mode="off")
+        for first, end in zip([0, *cuts], cuts, strict=False):
+            scheduler.max_num_scheduled_tokens = end - first
+            self.engine.step()
+        states = self._states(name, cuts[-1])
+        scheduler.max_num_scheduled_tokens = before
+        return self.run()[name] | {"states": states}
+
+    def _hit(self, prompt: list[int], tokens: int, cache_salt: str | None) -> dict[str, Any]:
+        name = self.add(prompt, tokens, cache_salt=cache_salt)
+        scheduler = self.scheduler()
+        inner = self._inner(name)
+        end_s = time.monotonic() + 20
+        while inner not in scheduler.finished_recving_kv_req_ids and time.monotonic() < end_s:
+            self.engine.step()
+        states = self._states(name, scheduler.requests[inner].num_computed_tokens)
+        return self.run()[name] | {"states": states}
+
+    def _states(self, name: str, tokens: int) -> dict[int, Any]:
+        worker = self.connectors()[0]._worker
+        block_ids = self.scheduler().kv_cache_manager.get_block_ids(self._inner(name))
+        return worker._model.read_states(worker._model.state_blocks(block_ids, tokens))
+
+    def _inner(self, name: str) -> str:
+        """The id under which the scheduler knows a request."""
+        return next(r for r in self.scheduler().requests if r == name or r.startswith(f"{name}-"))
+
     def scheduler(self) -> Any:
         return self.engine.engine_core.engine_core.scheduler
+
+
+def _state_error(got: dict[int, Any], wanted: dict[int, Any]) -> float:
+    """Largest relative L2 distance over layers, conv and recurrent states alike."""
+    errors = []
+    for layer in wanted:
+        for name in ("conv", "recurrent"):
+            a, b = (getattr(x[layer], name).double() for x in (got, wanted))
+            errors.append(((a - b).norm() / b.norm()).item())
+    return max(errors)
 
 
 def main() -> None:
