@@ -31,6 +31,10 @@ _MAX_MESSAGE_BYTES = 16 << 20
 T = TypeVar("T")
 
 
+class NotAsked(StoreUnavailable):
+    """No call was made, because the store failed just before."""
+
+
 class ObjectBytes:
     """One object on its way to the store.
 
@@ -189,7 +193,7 @@ class StoreClient:
 
     def _check(self, breaker: Breaker) -> None:
         if not breaker.allows():
-            raise StoreUnavailable(f"store at {self.address}: not asked, it failed just before")
+            raise NotAsked(f"store at {self.address}: not asked, it failed just before")
 
     def _call(self, call: Callable[[], T]) -> T:
         self._check(self._breaker)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from blake3 import blake3
 
-from tailreplay.connector.client import ObjectBytes, StoreClient, default_address
+from tailreplay.connector.client import NotAsked, ObjectBytes, StoreClient, default_address
 from tailreplay.connector.hf_model import HybridModel, UnsupportedModel, guard_triton
 from tailreplay.connector.hf_run import Prefilled, PromptRun
 from tailreplay.connector.load import Load, LoadFailed
@@ -206,7 +206,6 @@ class HybridEngine:
         report = prompt.report
         if prompt.policy.mode == "off":
             return NOTHING
-        report.round_trip()
         try:
             with report.phase("match"):
                 answer = self._client.match(
@@ -214,8 +213,11 @@ class HybridEngine:
                 )
         except TailReplayError as error:
             logger.debug("%s: prefill instead: %s", type(error).__name__, error)
+            if not isinstance(error, NotAsked):
+                report.round_trip()
             report.missed("store_down")
             return NOTHING
+        report.round_trip()
         report.event("matched")
         return stored_prefix(answer)
 
@@ -228,7 +230,6 @@ class HybridEngine:
         """
         if not plan.ranges:
             return _Outcome(run.cold(keep=plan.matched_tokens), plan, stored, None)
-        prompt.report.round_trip()
         load = Load(
             plan.ranges,
             self._codec.geometry,
@@ -238,6 +239,7 @@ class HybridEngine:
         )
         try:
             self._start(load, plan, stored)
+            prompt.report.round_trip()
             return _Outcome(run.hit(plan, load), plan, stored, load)
         except LoadFailed as failure:
             load.cancel()

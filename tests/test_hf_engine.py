@@ -533,12 +533,29 @@ def test_a_namespace_that_differs_in_any_one_field_matches_nothing(server, tenan
 # A store that fails
 
 
-def test_without_a_store_prompts_are_simply_prefilled(address):
-    with replica(address, policy=policy(match_timeout_s=0.05)) as engine:
-        for _ in range(5):
+class Clock:
+    """Seconds that pass when told."""
+
+    def __init__(self):
+        self.now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def test_without_a_store_prompts_are_simply_prefilled_and_soon_nobody_is_asked(address):
+    trips = []
+    with (
+        StoreClient(address, clock=Clock()) as client,
+        replica(client, policy=policy(match_timeout_s=0.05)) as engine,
+    ):
+        for _ in range(4):
             out = ask(engine, SHORT)
             assert (out.report["mode"], out.report["miss_reason"]) == ("miss", "store_down")
             assert_right(out, SHORT)
+            trips.append(out.report["rpcs"])
+    # A lookup and a write-back failed, then a lookup more.
+    assert trips == [1, 1, 0, 0]
 
 
 class StopsAfterMatch(StoreClient):
@@ -552,16 +569,6 @@ class StopsAfterMatch(StoreClient):
             self.server.stop(0)
             self.server = None
         return answer
-
-
-class Clock:
-    """Seconds that pass when told."""
-
-    def __init__(self):
-        self.now_s = 0.0
-
-    def __call__(self):
-        return self.now_s
 
 
 @pytest.mark.slow
