@@ -29,6 +29,7 @@ ROLES = {
     "raw_server": "store_floor.raw_server_child",
     "ours": "store_ours.ours_child",
     "store": "store_ours.store_child",
+    "bulk_reader": "store_load.bulk_reader_child",
     "putter": "store_load.putter_child",
     "engine": "store_engine.engine_child",
     "index_weight": "store_synthetic.index_weight_child",
@@ -100,6 +101,9 @@ def main() -> None:
 
 def _be(role: str, settings: str) -> None:
     """What a child process runs."""
+    from store_children import keep_stdout_clean
+
+    keep_stdout_clean()
     if role in _PEER_ROLES:
         module, function, more = "store_peers", "peer_child", {"kind": role}
     else:

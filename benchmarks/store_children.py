@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 """Python of the peers, which have an environment of their own."""
 
+_ANSWERS_FD = 9
 _PROGRAM = ROOT / "benchmarks" / "store.py"
 _QUIET = {
     "LMCACHE_TRACK_USAGE": "false",
@@ -126,9 +127,15 @@ class Child:
         return self._log.read()[-1500:].decode(errors="replace")
 
 
+def keep_stdout_clean() -> None:
+    """Called first in a child: answers get a descriptor of their own, prints go to the log."""
+    os.dup2(1, _ANSWERS_FD)
+    os.dup2(2, 1)
+
+
 def answer_commands(facts: Answer, handlers: dict[str, Handler]) -> None:
     """The child's side: says what it is, then answers commands until its input ends."""
-    pipe = _take_stdout()
+    pipe = os.fdopen(_ANSWERS_FD, "w", closefd=False)
     _write(pipe, facts)
     for line in sys.stdin:
         command = json.loads(line)
@@ -196,13 +203,6 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def _take_stdout() -> TextIO:
-    """The real standard output, for answers alone; prints go to standard error from now on."""
-    pipe = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    return pipe
 
 
 def _write(pipe: TextIO, answer: Answer) -> None:

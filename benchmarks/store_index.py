@@ -1,6 +1,7 @@
 """Fields about the index: how long a lookup takes, and what a block weighs."""
 
 import contextlib
+import os
 import statistics
 import tempfile
 import threading
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from store_children import Child
+from store_children import Child, cpu_s
 
 Field = dict[str, Any]
 
@@ -79,7 +80,9 @@ def _lookups(index: dict[str, int], calls: int) -> Field:
                 return (time.perf_counter() - started_s) * 1000, answer.matched_tokens
 
             look()
+            cpu = cpu_s(os.getpid(), store.pid)
             quiet = [look()[0] for _ in range(calls // 3)]
+            cpu_ms = (cpu_s(os.getpid(), store.pid) - cpu) * 1000 / len(quiet)
             with _writer(store.facts["address"]) as puts:
                 busy = [look() for _ in range(calls)]
             evicted = client.stats().evicted_bytes
@@ -91,6 +94,7 @@ def _lookups(index: dict[str, int], calls: int) -> Field:
         "p99_ms": float(np.percentile(times, 99)),
         "p50_ms": statistics.median(times),
         "max_ms": max(times),
+        "quiet_cpu_ms": cpu_ms,
         "quiet_p50_ms": statistics.median(quiet),
         "quiet_p99_ms": float(np.percentile(quiet, 99)),
         "matched_tokens": busy[-1][1],
@@ -126,8 +130,6 @@ def _writer(address: str) -> Iterator[list[int]]:
 
 def _redis_bytes(blocks: int) -> Field:
     """What manifests of blocks weigh in a real Redis, with all five objects of each committed."""
-    import os
-
     import redis
     from redis_server import RedisServer
 

@@ -6,6 +6,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ def urgent_behind_bulk_ratio(quick: bool) -> Field:
     """8 MiB of hiddens from Redis, alone and while 256 MiB of KV are queued there."""
     from redis_server import RedisServer
 
-    bulk_bytes = (64 if quick else 256) * MIB
+    bulk_bytes = 256 * MIB
     rounds = 3 if quick else 9
     redis = RedisServer()
     with tempfile.TemporaryDirectory(prefix="tailreplay-bench-") as folder:
@@ -131,34 +132,71 @@ def _fill(store: Child, putters: list[Child], wanted: int) -> tuple[list[int], l
     return rss, puts
 
 
+def bulk_reader_child(address: str, prompts: list[int], blocks: int, block_bytes: int) -> None:
+    """Role of an engine that loads much: `start` has every prompt loaded at once, on threads."""
+    from store_ours import Prompt, block_geometry, connected
+
+    client, kv = connected(address), block_geometry(block_bytes)
+    bulk = [Prompt(number, blocks * 256) for number in prompts]
+    threads: list[threading.Thread] = []
+
+    def put() -> Answer:
+        for prompt in bulk:
+            prompt.put(client, kv, touched(blocks, block_bytes))
+        return {}
+
+    def begin() -> Answer:
+        threads[:] = [
+            threading.Thread(target=prompt.load, args=(client, kv, blocks * 256)) for prompt in bulk
+        ]
+        for thread in threads:
+            thread.start()
+        return {}
+
+    def running() -> Answer:
+        return {"running": sum(thread.is_alive() for thread in threads)}
+
+    def wait() -> Answer:
+        for thread in threads:
+            thread.join()
+        return {}
+
+    try:
+        answer_commands({}, {"put": put, "begin": begin, "running": running, "wait": wait})
+    finally:
+        client.close()
+
+
 def _urgent_rounds(store: Child, bulk_bytes: int, rounds: int) -> Field:
-    from store_ours import Prompt, block_geometry, connected, hidden_pages
+    from store_ours import Prompt, connected, hidden_pages
 
     streams, block_bytes, page_bytes = 8, 2 * MIB, 512 << 10
-    kv, hidden = block_geometry(block_bytes), hidden_pages(page_bytes)
-    per_stream = bulk_bytes // streams // block_bytes
-    bulk = [Prompt(100 + i, per_stream * 256) for i in range(streams)]
-    tail = Prompt(200, 16 * 64)
+    address, hidden, tail = store.facts["address"], hidden_pages(page_bytes), Prompt(200, 16 * 64)
+    alone, behind, bulk_s, running = [], [], [], []
     with contextlib.ExitStack() as stack:
-        client = stack.enter_context(connected(store.facts["address"]))
-        # The urgent reader is another process in life; its own connection at least.
-        other = stack.enter_context(connected(store.facts["address"]))
-        for prompt in bulk:
-            prompt.put(client, kv, touched(per_stream, block_bytes))
+        client = stack.enter_context(connected(address))
+        bulk = Child(
+            "bulk_reader",
+            address=address,
+            prompts=list(range(100, 100 + streams)),
+            blocks=bulk_bytes // streams // block_bytes,
+            block_bytes=block_bytes,
+        )
+        stack.callback(bulk.close)
+        bulk.ask("put")
         tail.put(client, hidden, touched(16, page_bytes))
         _until(lambda: client.stats().redis_pending_bytes == 0)
-        alone, behind, bulk_s = [], [], []
         for _ in range(rounds):
             store.ask("evict")
-            alone.append(_seconds(lambda: tail.load(other, hidden, 16 * 64)))
+            alone.append(_seconds(lambda: tail.load(client, hidden, 16 * 64)))
             store.ask("evict")
-            late, whole = _behind(
-                [lambda p=p: p.load(client, kv, per_stream * 256) for p in bulk],  # type: ignore[misc]
-                lambda: tail.load(other, hidden, 16 * 64),
-                client.stats,
-            )
-            behind.append(late)
-            bulk_s.append(whole)
+            started_s = time.perf_counter()
+            bulk.ask("begin")
+            _until(lambda: client.stats().leases >= streams)
+            behind.append(_seconds(lambda: tail.load(client, hidden, 16 * 64)))
+            running.append(bulk.ask("running")["running"])
+            bulk.ask("wait")
+            bulk_s.append(time.perf_counter() - started_s)
     flight_s = statistics.median(bulk_s) * _FLIGHT_BYTES / bulk_bytes
     value = statistics.median(behind) / (statistics.median(alone) + flight_s)
     return {
@@ -171,26 +209,12 @@ def _urgent_rounds(store: Child, bulk_bytes: int, rounds: int) -> Field:
         "time_of_4_mib_in_flight_ms": flight_s * 1000,
         "bulk_bytes": bulk_bytes,
         "bulk_streams": streams,
+        "bulk_streams_still_running": running,
         "rounds": rounds,
     }
 
 
-def _behind(bulk: list[Any], urgent: Any, stats: Any) -> tuple[float, float]:  # noqa: ANN401 - calls
-    """Seconds of the urgent call among running bulk calls, and of all of those."""
-    threads = [threading.Thread(target=call) for call in bulk]
-    started_s = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    _until(lambda: stats().leases >= len(bulk))
-    late = _seconds(urgent)
-    still = sum(thread.is_alive() for thread in threads)
-    for thread in threads:
-        thread.join()
-    assert still, "the bulk was over before the urgent load was: queue more"
-    return late, time.perf_counter() - started_s
-
-
-def _seconds(call: Any) -> float:  # noqa: ANN401 - a call
+def _seconds(call: Callable[[], object]) -> float:
     started_s = time.perf_counter()
     call()
     return time.perf_counter() - started_s
@@ -204,7 +228,7 @@ def _ms(seconds: list[float]) -> dict[str, float]:
     }
 
 
-def _until(condition: Any, limit_s: float = 60.0) -> None:  # noqa: ANN401 - a call
+def _until(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
     deadline = time.monotonic() + limit_s
     pause = threading.Event()
     while not condition():
