@@ -12,6 +12,9 @@ from typing import Any
 import numpy as np
 from store_children import Child, cpu_s
 
+from tailreplay.connector.client import StoreClient
+from tailreplay.store.errors import StoreUnavailable
+
 Field = dict[str, Any]
 
 PROMPT_TOKENS = 131072
@@ -85,7 +88,8 @@ def _lookups(index: dict[str, int], calls: int) -> Field:
             cpu_ms = (cpu_s(os.getpid(), store.pid) - cpu) * 1000 / len(quiet)
             with _writer(store.facts["address"]) as puts:
                 busy = [look() for _ in range(calls)]
-            evicted = client.stats().evicted_bytes
+            evicted = store.ask("figures")["evicted_bytes"]
+            stats_s = _seconds_of_stats(client)
         finally:
             client.close()
             store.close()
@@ -101,8 +105,19 @@ def _lookups(index: dict[str, int], calls: int) -> Field:
         "calls": calls,
         "puts_meanwhile": len(puts),
         "evicted_bytes": evicted,
+        "stats_rpc_s": stats_s,
         **built,
     }
+
+
+def _seconds_of_stats(client: StoreClient) -> float | None:
+    """How long the Stats RPC takes with so many blocks; None when its deadline does not do."""
+    started_s = time.perf_counter()
+    try:
+        client.stats()
+    except StoreUnavailable:
+        return None
+    return time.perf_counter() - started_s
 
 
 @contextlib.contextmanager

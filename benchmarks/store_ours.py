@@ -4,7 +4,7 @@ import tempfile
 from typing import Any
 
 import numpy as np
-from store_children import Answer, Child, answer_commands, rss_bytes
+from store_children import Answer, Child, answer_commands
 from store_contender import Blob, objects, serve_contender
 
 from tailreplay.connector.client import ObjectBytes, StoreClient
@@ -149,8 +149,6 @@ def ours_child(shape: list[int], listen: str, rounds: int) -> None:
 
 def store_child(**settings: Any) -> None:  # noqa: ANN401 - settings of the store
     """Role of our server; `evict` empties the CPU tier, `synthesize` fills the index alone."""
-    import os
-
     from store_synthetic import synthesize
 
     from tailreplay.store.config import StoreConfig
@@ -163,14 +161,11 @@ def store_child(**settings: Any) -> None:  # noqa: ANN401 - settings of the stor
         store.catalog.make_room(store.tiers.pool_bytes)
         return {"used_bytes": store.tiers.used_bytes}
 
-    def rss() -> Answer:
-        return {"rss_bytes": rss_bytes(os.getpid())}
-
     try:
         facts = {"address": server.address, "pool_bytes": store.tiers.pool_bytes}
         handlers = {
             "evict": evict,
-            "rss": rss,
+            "figures": store.catalog.figures,
             "synthesize": lambda **how: synthesize(store.catalog, **how),
         }
         answer_commands(facts, handlers)
