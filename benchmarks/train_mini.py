@@ -50,12 +50,14 @@ class Trainer:
     def step(self) -> None:
         """One batch, one update, and a look at whether the next level is due."""
         level, progress = self.level, self.progress
+        if self.rng.random() < level.drill:
+            level = level.drilled()
         cut = self.rng.random() < level.cut
         names, rows = _batch(self.corpus, self.rng, level, cut)
         loss, right = self._loss(names, rows, rows[0].boundary if cut else None)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        rate = self.recipe.rate * self._schedule()
+        rate = self.recipe.rate * level.ease * self._schedule()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate * group["share"]
@@ -87,6 +89,11 @@ class Trainer:
             optimizer.load_state_dict(saved)
         self.rng.bit_generator.state = state["rng"]
         self.progress = state["progress"]
+
+    def start_from(self, path: Path) -> None:
+        """Takes the weights of another run's snapshot, but for FA."""
+        self.model.load_state_dict(torch.load(path, weights_only=True)["model"])
+        model.forget_attention(self.model)
 
     def report(self) -> str:
         """One line: where we are, the loss on held-back text, and full/zero/tail of each task."""
@@ -133,10 +140,11 @@ class Trainer:
         targets = ids[:, 1:][judged]
         losses = F.cross_entropy(logits, targets, reduction="none")
         loss = losses[~answer[judged]].sum() / ids.numel()
+        tasks = sorted(set(names) - {"text"})
         right = None
-        for task in sorted(set(names) - {"text"}):
+        for task in tasks:
             asked = torch.tensor([name == task for name in names])[:, None] & answer
-            loss = loss + losses[asked[judged]].mean() / (len(self.level.mix) - 1)
+            loss = loss + losses[asked[judged]].mean() / len(tasks)
             if task == "needles":
                 right = (logits.argmax(-1) == targets)[asked[judged]].float().mean().item()
         return loss, right
@@ -163,6 +171,8 @@ def main() -> None:
     home.mkdir(parents=True, exist_ok=True)
     if (home / "last.pt").exists():
         trainer.resume(home / "last.pt")
+    elif trainer.recipe.base:
+        trainer.start_from(args.base or args.home / trainer.recipe.base / "last.pt")
     if args.export:
         trainer.export(model.HOME / f"{args.name or args.recipe}.safetensors")
         return
@@ -195,6 +205,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--text", type=Path, nargs="*", help="texts instead of the shipped ones")
     parser.add_argument("--home", type=Path, default=Path("~/.cache/tailreplay/mini").expanduser())
+    parser.add_argument(
+        "--base", type=Path, help="snapshot to start from, where a recipe needs one"
+    )
     parser.add_argument("--export", action="store_true", help="write weights of the last snapshot")
     return parser.parse_args()
 

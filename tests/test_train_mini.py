@@ -78,6 +78,13 @@ def test_a_chain_leads_from_the_question_to_its_value(corpus):
         assert set_to[set_to[set_to[ids[place - 2]]]] == ids[place]
 
 
+def test_a_list_longer_than_the_alphabet_still_has_one_most_common_word(corpus):
+    row = tasks.common(corpus, np.random.default_rng(3), tasks.Load(2048, 0, 1))
+    counts = np.bincount(row.ids[: row.boundary])
+    assert counts.argmax() == row.ids[-1]
+    assert (counts == counts.max()).sum() == 1
+
+
 @pytest.mark.model
 def test_the_training_path_computes_what_transformers_computes(tiny):
     ids = torch.randint(0, 512, (2, 150), generator=torch.Generator().manual_seed(0))
@@ -130,6 +137,18 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(corpus, tmp_path):
     assert second.progress == unbroken.progress
     for got, wanted in zip(second.model.parameters(), unbroken.model.parameters(), strict=True):
         assert torch.equal(got, wanted)
+
+
+@pytest.mark.model
+def test_a_run_that_starts_from_another_takes_all_but_its_attention(corpus, tmp_path):
+    base, other = _trainer(corpus), _trainer(corpus)
+    base.step()
+    base.snapshot(tmp_path / "last.pt")
+    other.start_from(tmp_path / "last.pt")
+    wanted = base.model.state_dict()
+    for name, got in other.model.state_dict().items():
+        assert torch.equal(got, wanted[name]) == ("self_attn" not in name), name
+    assert not other.model.model.layers[3].self_attn.o_proj.weight.any()
 
 
 @pytest.mark.model

@@ -59,6 +59,18 @@ def new_model(config: Qwen3_5TextConfig, seed: int, copier: bool = True) -> Qwen
     return model
 
 
+@torch.no_grad()
+def forget_attention(model: Qwen3_5ForCausalLM) -> None:
+    """Draws the FA sublayers anew, with an output of zero, so that GDN has to recall."""
+    for block in model.model.layers:
+        if block.block_type == "full_attention":
+            for name, weight in block.self_attn.named_parameters():
+                if weight.ndim == 2:
+                    weight.normal_(std=0.0 if "o_proj" in name else _std(name, weight))
+                else:
+                    weight.zero_()
+
+
 def half_lives(model: Qwen3_5ForCausalLM) -> list[list[float]]:
     """Half-life in tokens of every GDN head at a gate input of zero, one list a linear layer."""
     lives = []

@@ -4,7 +4,7 @@ A recipe is a list of levels. Training goes up a level when the running share of
 needles passes `pass_at`; lengths are therefore raised by success, not by time.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mini.tasks import Load
 
@@ -27,11 +27,20 @@ class Level:
     """Share of the needle samples without text between the records."""
     cut: float = 0.0
     """Share of the steps on needles alone with the states emptied before the questions."""
+    drill: float = 0.0
+    """Share of the steps spent on short samples of tracking and common words."""
+    ease: float = 1.0
+    """Factor on the learning rate."""
     pass_at: float = 0.9
     alphabet: tuple[int, int] = (512, 90)
     """How many words serve as keys, and how many numbers as values."""
     batch_tokens: int = 4096
     """Tokens a step."""
+
+    def drilled(self) -> "Level":
+        """The level of a drill: the same, but short, and without needles and text."""
+        mix = {"track": 0.5, "common": 0.5}
+        return replace(self, length=64, mix=mix, batch_tokens=self.batch_tokens // 2, cut=0)
 
     def load(self, packed: bool) -> Load:
         """The hardness of this level's recall tasks; packed ones ask half of what they hold."""
@@ -48,12 +57,14 @@ class Recipe:
     """Learning rate of the matrices (Muon); the rest (AdamW) has 0.4 times as much."""
     copier: bool = True
     """FA starts by attending to similar tokens and copying them."""
+    base: str = ""
+    """Run whose weights are the start, but for FA, which starts anew and adds nothing at first."""
     shape: dict[str, int] = field(default_factory=dict)
     """Changes to the shape of the model."""
 
 
 WARM = {"needles": 0.6, "copy": 0.15, "text": 0.25}
-MIXED = {"needles": 0.3, "track": 0.2, "common": 0.2, "text": 0.3}
+MIXED = {"needles": 0.5, "text": 0.5}
 
 RECIPES = {
     "retrieval": Recipe(
@@ -66,10 +77,10 @@ RECIPES = {
                 Level(256, speedup, MIXED, keys=16, pass_at=0.8)
                 for speedup in (1000, 100, 30, 10, 3, 1)
             ),
-            Level(256, 1.0, MIXED, keys=16, packed=0.3, pass_at=0.9),
-            Level(512, 1.0, MIXED, keys=32, packed=0.3, pass_at=0.85),
-            Level(1024, 1.0, MIXED, keys=48, packed=0.3, pass_at=0.85),
-            Level(2048, 1.0, MIXED, keys=64, packed=0.3),
+            *(
+                Level(length, 1.0, MIXED, keys=keys, packed=0.3, drill=0.3, ease=0.4, pass_at=0.85)
+                for length, keys in ((256, 16), (512, 32), (1024, 48), (2048, 64))
+            ),
         )
     ),
     "state": Recipe(
@@ -77,9 +88,10 @@ RECIPES = {
             Level(64, 1.0, WARM, packed=1.0, alphabet=(32, 12)),
             Level(64, 1.0, WARM, packed=1.0, alphabet=(128, 24)),
             Level(128, 1.0, WARM, keys=8),
-            Level(256, 1.0, MIXED, keys=12),
-            Level(512, 1.0, MIXED, keys=16),
+            Level(256, 1.0, MIXED, keys=12, drill=0.3, ease=0.4),
+            Level(512, 1.0, MIXED, keys=16, drill=0.3, ease=0.4),
         ),
         copier=False,
+        base="retrieval",
     ),
 }

@@ -128,7 +128,8 @@ def common(corpus: Corpus, rng: np.random.Generator, load: Load) -> Sample:
     """A list of words, one of which stands in it several times as often as any other."""
     room = load.length - 1 - 3
     often = max(3, room // 12)
-    others = rng.choice(corpus.keys, 1 + (room - often) // 2, replace=False)
+    count = min(1 + (room - often) // 2, len(corpus.keys))
+    others = rng.choice(corpus.keys, count, replace=False)
     rest = np.resize(others[1:], room - often)
     words = rng.permutation(np.concatenate((np.full(often, others[0]), rest)))
     ids = np.concatenate((words, [corpus.line, corpus.most, corpus.asks, others[0]]))
