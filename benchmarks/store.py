@@ -18,23 +18,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# -P keeps this folder off the path, so that nothing in it shadows an installed package. Its helpers
-# and those of the tests are found after everything else; children come through here too.
+# -P keeps this folder off the path, so that nothing in it shadows an installed package. Its parts
+# and the helpers of the tests are found after everything else; children come through here too.
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(_ROOT / "benchmarks"), str(_ROOT / "tests")]
 
 ROLES = {
-    "memcpy": "store_floor.memcpy_child",
-    "raw": "store_floor.raw_child",
-    "raw_server": "store_floor.raw_server_child",
-    "ours": "store_ours.ours_child",
-    "store": "store_ours.store_child",
-    "bulk_reader": "store_load.bulk_reader_child",
-    "putter": "store_load.putter_child",
-    "engine": "store_engine.engine_child",
-    "index_weight": "store_synthetic.index_weight_child",
-    "redhare_provider": "store_peers.redhare_provider_child",
-    "mooncake_provider": "store_peers.mooncake_provider_child",
+    "memcpy": "store_parts.floor.memcpy_child",
+    "raw": "store_parts.floor.raw_child",
+    "raw_server": "store_parts.floor.raw_server_child",
+    "ours": "store_parts.ours.ours_child",
+    "store": "store_parts.ours.store_child",
+    "bulk_reader": "store_parts.load.bulk_reader_child",
+    "putter": "store_parts.load.putter_child",
+    "engine": "store_parts.engine.engine_child",
+    "index_weight": "store_parts.synthetic.index_weight_child",
+    "redhare_provider": "store_parts.peers.redhare_provider_child",
+    "mooncake_provider": "store_parts.peers.mooncake_provider_child",
 }
 """What a child process can be, and the function that is it."""
 _PEER_ROLES = ("redhare", "mooncake", "redis_py", "lm", "lmcache_server")
@@ -42,10 +42,10 @@ _PEER_ROLES = ("redhare", "mooncake", "redis_py", "lm", "lmcache_server")
 
 def fields() -> dict[str, Callable[[bool], dict[str, Any]]]:
     """Every field by name, as a function of whether to be quick."""
-    from store_engine import zero_reuse_overhead
-    from store_index import index_bytes_per_block, match_p99_ms
-    from store_load import fill_5x, urgent_behind_bulk_ratio
-    from store_transfer import Remote, local_get_vs_memcpy
+    from store_parts.engine import zero_reuse_overhead
+    from store_parts.index import index_bytes_per_block, match_p99_ms
+    from store_parts.load import fill_5x, urgent_behind_bulk_ratio
+    from store_parts.transfer import Remote, local_get_vs_memcpy
 
     remote = Remote()
     return {
@@ -101,13 +101,13 @@ def main() -> None:
 
 def _be(role: str, settings: str) -> None:
     """What a child process runs."""
-    from store_children import keep_stdout_clean
+    from store_parts.children import keep_stdout_clean
 
     keep_stdout_clean()
     if role in _PEER_ROLES:
-        module, function, more = "store_peers", "peer_child", {"kind": role}
+        module, function, more = "store_parts.peers", "peer_child", {"kind": role}
     else:
-        module, _, function = ROLES[role].partition(".")
+        module, _, function = ROLES[role].rpartition(".")
         more = {}
     getattr(importlib.import_module(module), function)(**more, **json.loads(settings))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from store_children import PEERS_PYTHON, Child, ChildFailed
+from store_parts.children import PEERS_PYTHON, Child, ChildFailed
 
 Field = dict[str, Any]
 Samples = dict[str, dict[str, list[dict[str, float]]]]

@@ -6,7 +6,7 @@ import sys
 import tempfile
 from typing import Any
 
-from store_children import Child, cpu_s
+from store_parts.children import Child, cpu_s
 
 Field = dict[str, Any]
 
@@ -57,9 +57,9 @@ def zero_reuse_overhead(quick: bool) -> Field:
 def engine_child(address: str) -> None:
     """Role of an engine: `run` prefills a new prompt and waits until it has been stored."""
     import torch
-    from store_children import Answer, answer_commands
     from tiny_models import random_tokens, tiny_qwen
 
+    from store_parts.children import Answer, answer_commands
     from tailreplay.connector.hf import CachePolicy, HybridEngine
 
     torch.set_num_threads(2)

@@ -4,9 +4,9 @@ import tempfile
 from typing import Any
 
 import numpy as np
-from store_children import Answer, Child, answer_commands
-from store_contender import Blob, objects, serve_contender
 
+from store_parts.children import Answer, Child, answer_commands
+from store_parts.contender import Blob, objects, serve_contender
 from tailreplay.connector.client import ObjectBytes, StoreClient
 from tailreplay.connector.load import Load
 from tailreplay.proto import store_pb2 as pb
@@ -149,8 +149,7 @@ def ours_child(shape: list[int], listen: str, rounds: int) -> None:
 
 def store_child(**settings: Any) -> None:  # noqa: ANN401 - settings of the store
     """Role of our server; `evict` empties the CPU tier, `synthesize` fills the index alone."""
-    from store_synthetic import synthesize
-
+    from store_parts.synthetic import synthesize
     from tailreplay.store.config import StoreConfig
     from tailreplay.store.server import StoreServer
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from store_children import (
+
+from store_parts.children import (
     Child,
     answer_commands,
     free_port,
@@ -19,7 +20,7 @@ from store_children import (
     stop,
     wait_for_port,
 )
-from store_contender import Blob, addresses, objects, serve_contender, touched
+from store_parts.contender import Blob, addresses, objects, serve_contender, touched
 
 
 class RedisPy:

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from store_children import Answer, Child, answer_commands, rss_bytes
-from store_contender import objects, touched
+
+from store_parts.children import Answer, Child, answer_commands, rss_bytes
+from store_parts.contender import objects, touched
 
 Field = dict[str, Any]
 
@@ -77,8 +78,7 @@ def fill_5x(quick: bool) -> Field:
 
 def putter_child(address: str, first: int = 0, pause_s: float = 0.0) -> None:
     """Role of a writer: each `put` stores 16 objects of 1 MiB of a new prompt."""
-    from store_ours import Prompt, block_geometry, connected
-
+    from store_parts.ours import Prompt, block_geometry, connected
     from tailreplay.connector.load import LoadFailed
     from tailreplay.store.errors import TailReplayError
 
@@ -134,7 +134,7 @@ def _fill(store: Child, putters: list[Child], wanted: int) -> tuple[list[int], l
 
 def bulk_reader_child(address: str, prompts: list[int], blocks: int, block_bytes: int) -> None:
     """Role of an engine that loads much: `start` has every prompt loaded at once, on threads."""
-    from store_ours import Prompt, block_geometry, connected
+    from store_parts.ours import Prompt, block_geometry, connected
 
     client, kv = connected(address), block_geometry(block_bytes)
     bulk = [Prompt(number, blocks * 256) for number in prompts]
@@ -168,7 +168,7 @@ def bulk_reader_child(address: str, prompts: list[int], blocks: int, block_bytes
 
 
 def _urgent_rounds(store: Child, bulk_bytes: int, rounds: int) -> Field:
-    from store_ours import Prompt, connected, hidden_pages
+    from store_parts.ours import Prompt, connected, hidden_pages
 
     streams, block_bytes, page_bytes = 8, 2 * MIB, 512 << 10
     address, hidden, tail = store.facts["address"], hidden_pages(page_bytes), Prompt(200, 16 * 64)

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from store_children import Child, cpu_s
 
+from store_parts.children import Child, cpu_s
 from tailreplay.connector.client import StoreClient
 from tailreplay.store.errors import StoreUnavailable
 
@@ -41,7 +41,7 @@ def match_p99_ms(quick: bool) -> Field:
 
 def index_bytes_per_block(quick: bool) -> Field:
     """Memory of a real TokenIndex by resident size and by tracemalloc, and of Redis' manifests."""
-    from store_ours import block_geometry, hidden_pages
+    from store_parts.ours import block_geometry, hidden_pages
 
     payload = block_geometry(8 << 20).payload_bytes(256)
     pages = 4 * hidden_pages(64 * 8 * 2 * 2560).payload_bytes(64)  # hidden size 2560, 8 sources
@@ -68,7 +68,7 @@ def index_bytes_per_block(quick: bool) -> Field:
 
 def _lookups(index: dict[str, int], calls: int) -> Field:
     """Latencies of Match against an index, without and with the writer."""
-    from store_ours import NAMESPACE, Prompt, connected
+    from store_parts.ours import NAMESPACE, Prompt, connected
 
     with tempfile.TemporaryDirectory(prefix="tailreplay-bench-") as folder:
         store = Child("store", listen=f"unix://{folder}/store.sock", pool_bytes=128 << 20)

@@ -5,8 +5,9 @@ import struct
 import threading
 
 import numpy as np
-from store_children import Child, answer_commands
-from store_contender import Blob, objects, serve_contender, touched
+
+from store_parts.children import Child, answer_commands
+from store_parts.contender import Blob, objects, serve_contender, touched
 
 _SUM = struct.Struct("<I")
 

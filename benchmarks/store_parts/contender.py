@@ -7,7 +7,8 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-from store_children import Answer, answer_commands, cpu_s
+
+from store_parts.children import Answer, answer_commands, cpu_s
 
 Blob = npt.NDArray[np.uint8]
 """Objects, `[objects, object bytes]`."""

@@ -12,8 +12,8 @@ import tracemalloc
 from typing import Any
 
 import numpy as np
-from store_children import Answer, answer_commands, rss_bytes
 
+from store_parts.children import Answer, answer_commands, rss_bytes
 from tailreplay.store.catalog import Catalog
 from tailreplay.store.chain import DIGEST_BYTES, digest_key, running_digests
 from tailreplay.store.evictor import Evictor
@@ -29,13 +29,13 @@ def synthesize(catalog: Catalog, prompt: int, tokens: int, blocks: int, siblings
     Args:
         catalog: whose index is filled. There is no public way in: this reaches for its index and
             lock, and would rather be given an index at construction.
-        prompt: number of the `store_ours.Prompt` that Match calls will ask for.
+        prompt: number of the `store_parts.ours.Prompt` that Match calls will ask for.
         tokens: its length.
         blocks: blocks to list, in conversations of 512 that share nothing.
         siblings: children of the prompt's first block, each sharing up to 255 tokens with its
             second; 0 lists the whole prompt instead.
     """
-    from store_ours import NAMESPACE, Prompt
+    from store_parts.ours import NAMESPACE, Prompt
 
     asked = Prompt(prompt, tokens)
     digests = running_digests(digest_key(NAMESPACE), asked.tokens)

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 Answer = dict[str, Any]
 Handler = Callable[..., Answer]
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 """Python of the peers, which have an environment of their own."""
 

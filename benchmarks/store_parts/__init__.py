@@ -1,0 +1,1 @@
+"""Parts of store.py, which puts the folder above this one on the path."""
