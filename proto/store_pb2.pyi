@@ -428,7 +428,7 @@ class LeaseGranted(_message.Message):
     STALL_LIMIT_MS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.bytes
     stall_limit_ms: _builtins.int
-    """The stream ends with DEADLINE_EXCEEDED if the reader takes nothing for this long."""
+    """The stream ends with CANCELLED if the reader takes nothing for this long."""
     def __init__(
         self,
         *,
