@@ -8,6 +8,7 @@ only, and all tensor-parallel ranks in the same step with the same pieces.
 
 from __future__ import annotations
 
+import inspect
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,11 +17,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tailreplay.replay.groups import replay_groups
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from tailreplay.connector.vllm_meta import BlockIds
     from tailreplay.connector.vllm_model import VllmModel
+
+_NO_SLOT = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,7 @@ class Piece:
         past: tokens that the state before `first` stands for; 0 = zero states.
         block_ids: the request's blocks.
         state_blocks: per kv-cache group, the block with its state, before and after.
+        writes: whether its keys and values go into the cache; not where better ones are there.
     """
 
     ids: Sequence[int]
@@ -40,6 +46,7 @@ class Piece:
     past: int
     block_ids: BlockIds
     state_blocks: tuple[int, ...]
+    writes: bool = True
 
     @property
     def end(self) -> int:
@@ -62,18 +69,44 @@ class Prefiller:
     def run(self, pieces: Sequence[Piece]) -> None:
         """The whole model over each piece, its keys and values in the cache up to `first`.
 
-        Writes keys and values of the pieces and the states after them; the capture buffers then
-        hold the pieces' rows, back to back.
+        Writes the states after the pieces; the capture buffers then hold their rows, back to back.
         """
+        ids, positions = self._inputs(pieces)
+        metadata, slots = self._fa_metadata(pieces)
+        metadata |= self._state_metadata(pieces)
+        with self._context(metadata, slots, len(ids)):
+            self._model.inner(ids, positions)
+
+    @torch.inference_mode()
+    def replay(self, pieces: Sequence[Piece], hidden: Mapping[int, Tensor]) -> None:
+        """The linear layers alone over each piece, from stored hiddens, without any KV.
+
+        Writes the states after the pieces. Of each group's last layer only the mixer runs: nobody
+        reads what would follow.
+
+        Args:
+            pieces: what to run.
+            hidden: rows `[T, D]` of all pieces, back to back, by FA layer.
+
+        Source: Tail-Replay, arXiv 2608.30310.
+        """
+        ids, positions = self._inputs(pieces)
+        with self._context(self._state_metadata(pieces), {}, len(ids)):
+            for group in replay_groups(self._model.inner.config.layer_types):
+                if group.source is None:
+                    rows = self._model.inner.embed_input_ids(ids)
+                else:
+                    rows = hidden[group.source].to(self._model.local.device)
+                layers = [self._model.inner.layers[i] for i in group.linear_layers]
+                _run_group(layers, rows, positions)
+
+    def _inputs(self, pieces: Sequence[Piece]) -> tuple[Tensor, Tensor]:
         device = self._model.local.device
         ids = torch.tensor([t for p in pieces for t in p.ids], device=device)
         positions = torch.cat([torch.arange(p.first, p.end) for p in pieces]).to(device)
         if self._model.config.model_config.uses_mrope:
             positions = positions.expand(3, -1)
-        metadata, slots = self._fa_metadata(pieces)
-        metadata |= self._state_metadata(pieces)
-        with self._context(metadata, slots, len(ids)):
-            self._model.inner(ids, positions)
+        return ids, positions
 
     @contextmanager
     def _context(
@@ -99,11 +132,15 @@ class Prefiller:
         metadata: dict[str, Any] = {}
         slots: dict[str, Tensor] = {}
         for gid in set(self._model.fa_gid):
-            rows = [self._model.slots(gid, p.block_ids, p.first, p.end) for p in pieces]
-            built = self._build(gid, pieces, self._tables(gid, pieces), torch.cat(rows))
+            targets = torch.cat([self._slots(gid, p) for p in pieces])
+            built = self._build(gid, pieces, self._tables(gid, pieces), targets)
             for name in self._model.groups[gid].layer_names:
-                metadata[name], slots[name] = built, torch.cat(rows)
+                metadata[name], slots[name] = built, targets
         return metadata, slots
+
+    def _slots(self, gid: int, piece: Piece) -> Tensor:
+        slots = self._model.slots(gid, piece.block_ids, piece.first, piece.end)
+        return slots if piece.writes else torch.full_like(slots, _NO_SLOT)
 
     def _tables(self, gid: int, pieces: Sequence[Piece]) -> Tensor:
         """Block tables `[pieces, blocks]` in the attention kernel's blocks."""
@@ -123,7 +160,9 @@ class Prefiller:
         """Metadata under which each piece finds its state in one block, wherever it looks."""
         metadata: dict[str, Any] = {}
         tokens = sum(len(p.ids) for p in pieces)
-        nowhere = torch.full((tokens,), -1, dtype=torch.int64, device=self._model.local.device)
+        nowhere = torch.full(
+            (tokens,), _NO_SLOT, dtype=torch.int64, device=self._model.local.device
+        )
         for gid in self._model.mamba_gids:
             width = max(math.ceil(p.end / self._model.block_size(gid)) for p in pieces)
             blocks = torch.tensor([p.state_blocks[gid] for p in pieces], dtype=torch.int32)
@@ -170,3 +209,27 @@ class Prefiller:
                 self._model.local.device,
             )
         return self._builders[gid]
+
+
+def _run_group(layers: Sequence[Any], rows: Tensor, positions: Tensor) -> None:
+    """A replay group over its source's rows; Qwen's layers hand on a residual, OLMo's do not."""
+    residual = None
+    hidden = rows
+    for layer in layers[:-1]:
+        if _has_residual(layer):
+            hidden, residual = layer(hidden_states=hidden, residual=residual, positions=positions)
+        else:
+            hidden = layer(positions, hidden)
+    last = layers[-1]
+    if residual is None:
+        hidden = last.input_layernorm(hidden)
+    else:
+        hidden, _ = last.input_layernorm(hidden, residual)
+    if _has_residual(last):
+        last.linear_attn(hidden_states=hidden)
+    else:
+        last.linear_attn(hidden_states=hidden, output=torch.empty_like(hidden))
+
+
+def _has_residual(layer: Any) -> bool:
+    return "residual" in inspect.signature(type(layer).forward).parameters

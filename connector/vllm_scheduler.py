@@ -263,7 +263,9 @@ class SchedulerSide:
             after = [c for c in stored.checkpoints if c.token >= local_tokens]
             local = StoredCheckpoint(local_tokens, LOCAL)
             stored = replace(stored, checkpoints=(*behind, local, *after))
-        return plan_fetch(stored, len(tracked.tokens), tracked.policy, self._shape)
+        plan = plan_fetch(stored, len(tracked.tokens), tracked.policy, self._shape)
+        # Even a tail of all rows is not exact: stored hiddens are rounded sums.
+        return replace(plan, exact=plan.exact and plan.replay_first is None)
 
     def _begin(self, tracked: _Tracked) -> KeepBegin | None:
         if not tracked.asked.done() or tracked.policy.mode == "off":

@@ -29,6 +29,7 @@ from tailreplay.store.objects import KV_BLOCK_TOKENS
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from tailreplay.connector.plan import FetchPlan
     from tailreplay.connector.vllm_capture import Capture
     from tailreplay.connector.vllm_meta import KeepOp
 
@@ -46,6 +47,11 @@ class _Filling:
     at: int
     state_blocks: tuple[int, ...]
     rows: list[Tensor] = field(default_factory=list)
+
+    @property
+    def no_past(self) -> int:
+        """Token before which the states know nothing; 0 unless a tail starts from zero states."""
+        return self.load.op.plan.replay_first or 0
 
     @property
     def block(self) -> int:
@@ -172,7 +178,7 @@ class WorkerSide:
             self._model.write_kv(op.block_ids, op.local_tokens, new)
         blocks = self._model.state_blocks(op.block_ids, plan.used_tokens)
         self._install_state(load, blocks)
-        filling = _Filling(load, plan.prefill_from, blocks)
+        filling = _Filling(load, _compute_from(plan), blocks)
         self._filling[op.request_id] = filling
         if layers and op.begin is not None and filling.block < plan.prefill_from:
             tail = [torch.stack(pair)[:, :, filling.block - load.kv_first :] for pair in layers]
@@ -191,28 +197,55 @@ class WorkerSide:
             self._model.write_states(blocks, self._local.unpack_checkpoint(units))
 
     def _close_gaps(self) -> None:
-        """Runs the next pieces of all gaps in one batch; reports the loads that are complete."""
+        """Runs the next pieces of all gaps and tails; reports the loads that are complete."""
+        due = self._due()
+        self._prefill([pair for pair in due if not pair[0].load.hidden_numbers])
+        self._replay([pair for pair in due if pair[0].load.hidden_numbers])
+        for request_id, filling in list(self._filling.items()):
+            if filling.at == filling.load.op.plan.used_tokens:
+                self._complete(request_id, filling)
+
+    def _due(self) -> list[tuple[_Filling, Piece]]:
+        """The next piece of each load that has one, first come first served, within the budget."""
         budget = self._settings.max_step_tokens
-        running: list[tuple[_Filling, Piece]] = []
+        due: list[tuple[_Filling, Piece]] = []
         for filling in self._filling.values():
             op = filling.load.op
             end = min(op.plan.used_tokens, filling.at + budget)
             if end > filling.at:
                 ids = [int(t) for t in op.tokens[filling.at : end]]
-                piece = Piece(ids, filling.at, filling.at, op.block_ids, filling.state_blocks)
-                running.append((filling, piece))
+                past = filling.at - filling.no_past
+                writes = filling.at >= op.plan.prefill_from
+                blocks = filling.state_blocks
+                due.append((filling, Piece(ids, filling.at, past, op.block_ids, blocks, writes)))
                 budget -= len(ids)
-        if running:
-            self._prefiller.run([piece for _, piece in running])
-            rows = self._model.capture.kv_rows(sum(len(p.ids) for _, p in running))
-            at = 0
-            for filling, piece in running:
-                self._gap_rows(filling, piece, rows[:, :, at : at + len(piece.ids)])
-                filling.at = piece.end
-                at += len(piece.ids)
-        for request_id, filling in list(self._filling.items()):
-            if filling.at == filling.load.op.plan.used_tokens:
-                self._complete(request_id, filling)
+        return due
+
+    def _prefill(self, due: Sequence[tuple[_Filling, Piece]]) -> None:
+        if not due:
+            return
+        self._prefiller.run([piece for _, piece in due])
+        rows = self._model.capture.kv_rows(sum(len(p.ids) for _, p in due))
+        at = 0
+        for filling, piece in due:
+            self._gap_rows(filling, piece, rows[:, :, at : at + len(piece.ids)])
+            filling.at = piece.end
+            at += len(piece.ids)
+
+    def _replay(self, due: Sequence[tuple[_Filling, Piece]]) -> None:
+        if not due:
+            return
+        hidden = {}
+        for number, source in enumerate(self._model.capture.sources):
+            parts = []
+            for filling, piece in due:
+                rows = self._rows(filling.load, filling.load.hidden_numbers[number])
+                first = piece.first - filling.no_past
+                parts.append(self._local.unpack_hidden(rows)[first : first + len(piece.ids)])
+            hidden[source] = torch.cat(parts)
+        self._prefiller.replay([piece for _, piece in due], hidden)
+        for filling, piece in due:
+            filling.at = piece.end
 
     def _gap_rows(self, filling: _Filling, piece: Piece, rows: Tensor) -> None:
         """Keeps the rows of a gap that lie in the block that is stored next."""
@@ -275,6 +308,11 @@ class WorkerSide:
     def _rows(self, load: RankLoad, number: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         assert load.load is not None
         return load.load.buffers[number]
+
+
+def _compute_from(plan: FetchPlan) -> int:
+    """First token that is run; a tail is run whole, since its keys and values are there."""
+    return plan.prefill_from if plan.replay_first is None else plan.replay_first
 
 
 def _shard(vllm_config: Any) -> Shard:

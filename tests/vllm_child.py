@@ -19,45 +19,51 @@ from vllm import LLM, SamplingParams
 
 
 class Child:
+    """Commands; each returns what JSON can hold."""
+
     def __init__(self, **arguments: Any) -> None:
         self.llm = LLM(**arguments)
         self.engine = self.llm.llm_engine
         self.number = 0
 
-    def add(self, prompt: list[int], tokens: int = 8, **params: Any) -> str:
-        extra = {}
-        if "mode" in params:
-            extra = {"kv_transfer_params": {"tailreplay": {"mode": params.pop("mode")}}}
-        else:
-            extra = {"kv_transfer_params": {"tailreplay": {}}}
-        salt = params.pop("cache_salt", None)
+    def add(
+        self,
+        prompt: list[int],
+        tokens: int = 8,
+        mode: str | None = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
+    ) -> str:
+        """Adds a request; returns its name."""
         self.number += 1
         name = f"r{self.number}"
         inputs: dict[str, Any] = {"prompt_token_ids": prompt}
-        if salt is not None:
-            inputs["cache_salt"] = salt
+        if cache_salt is not None:
+            inputs["cache_salt"] = cache_salt
+        wanted = {} if mode is None else {"mode": mode}
         sampling = SamplingParams(
-            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=extra
+            temperature=0,
+            max_tokens=tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=-1,
+            extra_args={"kv_transfer_params": {"tailreplay": wanted}},
         )
-        self.engine.add_request(name, inputs, sampling, **params)
+        self.engine.add_request(name, inputs, sampling, priority=priority)
         return name
 
-    def run(self, limit_s: float = 60.0) -> dict[str, Any]:
+    def run(self, limit_s: float = 90.0) -> dict[str, Any]:
         """Steps until nothing is left to do; the outputs by request."""
         done: dict[str, Any] = {}
         end_s = time.monotonic() + limit_s
         while self.engine.has_unfinished_requests() and time.monotonic() < end_s:
             for out in self.engine.step():
                 if out.finished:
-                    done[out.request_id] = {
-                        "tokens": list(out.outputs[0].token_ids),
-                        "cached": out.num_cached_tokens,
-                        "report": (out.kv_transfer_params or {}).get("tailreplay"),
-                        "finish": out.outputs[0].finish_reason,
-                    }
+                    done[out.request_id] = _answer(out)
         return done
 
     def generate(self, prompts: list[list[int]], tokens: int = 8, **params: Any) -> list[Any]:
+        """Runs prompts in one batch, and waits until the store has what they left."""
         names = [self.add(prompt, tokens, **params) for prompt in prompts]
         done = self.run()
         self.settle()
@@ -65,77 +71,121 @@ class Child:
 
     def settle(self) -> None:
         """One more step for what follows a request's end, then until the store has it."""
-        core = self.engine.engine_core.engine_core
-        if core.scheduler.has_finished_requests():
+        if self.scheduler().has_finished_requests():
             self.engine.step()
-        for connector in self.connectors():
-            keeper = connector._worker._keeper if connector._worker is not None else None
-            if keeper is not None:
-                keeper._sender.submit(lambda: None).result()
-
-    def connectors(self) -> list[Any]:
-        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-
-        return [get_kv_transfer_group()] if has_kv_transfer_group() else []
+        worker = self._worker()
+        if worker is not None and worker._keeper is not None:
+            worker._keeper._sender.submit(lambda: None).result()
 
     def compare(
-        self,
-        prompt: list[int],
-        cuts: list[int],
-        noise_cuts: list[int],
-        tokens: int = 24,
-        cache_salt: str | None = None,
+        self, prompt: list[int], cuts: list[int], noise_cuts: list[int], salts: list[str]
     ) -> dict[str, Any]:
-        """A hit beside a prefill of the same prompt cut where the hit's history was cut.
+        """A hit beside prefills of the same prompt, cut at `cuts` and at `noise_cuts`.
 
         States are read from the engine's own cache after the last cut, in each case before the
-        rest of the prompt runs. The engine's own noise is that between two ways of cutting.
+        rest of the prompt runs. `salts` name the stored prefix, and two fresh ones.
         """
-        reference = self._cut_prefill(prompt, cuts, tokens)
-        other = self._cut_prefill(prompt, noise_cuts, tokens)
-        hit = self._hit(prompt, tokens, cache_salt)
+        reference = self._cut_prefill(prompt, cuts, salts[1])
+        other = self._cut_prefill(prompt, noise_cuts, salts[2])
+        hit = self._hit(prompt, salts[0])
         return {
             "cached": hit["cached"],
             "report": hit["report"],
             "tokens_equal": hit["tokens"] == reference["tokens"],
             "state_error": _state_error(hit["states"], reference["states"]),
             "noise": _state_error(other["states"], reference["states"]),
-            "error_to_noise_cuts": _state_error(hit["states"], other["states"]),
         }
 
-    def _cut_prefill(self, prompt: list[int], cuts: list[int], tokens: int) -> dict[str, Any]:
+    def cut(self, prompt: list[int], cuts: list[int]) -> dict[str, Any]:
+        """A plain prefill cut at `cuts`; between two ways of cutting lies the engine's noise."""
+        answer = self._cut_prefill(prompt, cuts, f"cut{self.number}")
+        del answer["states"]
+        return answer
+
+    def load_begins(self, prompt: list[int]) -> str:
+        """Adds a request and steps until its load has begun."""
+        name = self.add(prompt)
+        self._step_until(lambda: self._status(name) == "WAITING_FOR_REMOTE_KVS")
+        return name
+
+    def abort(self, names: list[str]) -> None:
+        """Aborts requests, then steps until the scheduler has let go of them."""
+        self.engine.abort_request(names)
+        inner = self.scheduler()
+        self._step_until(lambda: not inner.requests)
+
+    def free_blocks(self) -> int:
+        """Blocks that vLLM could hand out now."""
+        return int(self.scheduler().kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def metric(self, name: str) -> float:
+        """Value of one of vLLM's own counters."""
+        return sum(m.value for m in self.llm.get_metrics() if m.name == name)
+
+    def preemptions(self) -> float:
+        """Preemptions so far."""
+        return self.metric("vllm:num_preemptions")
+
+    def _cut_prefill(self, prompt: list[int], cuts: list[int], salt: str) -> dict[str, Any]:
         """A plain prefill, cut by the scheduler's own budget."""
         scheduler = self.scheduler()
         before = scheduler.max_num_scheduled_tokens
-        name = self.add(prompt, tokens, mode="off")
-        for first, end in zip([0, *cuts], cuts, strict=False):
-            scheduler.max_num_scheduled_tokens = end - first
-            self.engine.step()
+        name = self.add(prompt, 24, mode="off", cache_salt=salt)
+        inner = self._inner(name)
+        for cut in cuts:
+            # With prefix caching on vLLM may stop before the cut, at a block boundary.
+            while (done := scheduler.requests[inner].num_computed_tokens) < cut:
+                scheduler.max_num_scheduled_tokens = cut - done
+                self.engine.step()
         states = self._states(name, cuts[-1])
         scheduler.max_num_scheduled_tokens = before
         return self.run()[name] | {"states": states}
 
-    def _hit(self, prompt: list[int], tokens: int, cache_salt: str | None) -> dict[str, Any]:
-        name = self.add(prompt, tokens, cache_salt=cache_salt)
+    def _hit(self, prompt: list[int], salt: str) -> dict[str, Any]:
+        name = self.add(prompt, 24, cache_salt=salt)
         scheduler = self.scheduler()
         inner = self._inner(name)
-        end_s = time.monotonic() + 20
-        while inner not in scheduler.finished_recving_kv_req_ids and time.monotonic() < end_s:
-            self.engine.step()
+        self._step_until(lambda: inner in scheduler.finished_recving_kv_req_ids)
         states = self._states(name, scheduler.requests[inner].num_computed_tokens)
         return self.run()[name] | {"states": states}
 
     def _states(self, name: str, tokens: int) -> dict[int, Any]:
-        worker = self.connectors()[0]._worker
+        model = self._worker()._model
         block_ids = self.scheduler().kv_cache_manager.get_block_ids(self._inner(name))
-        return worker._model.read_states(worker._model.state_blocks(block_ids, tokens))
+        return model.read_states(model.state_blocks(block_ids, tokens))
+
+    def _step_until(self, done: Any, limit_s: float = 20.0) -> None:
+        end_s = time.monotonic() + limit_s
+        while not done():
+            assert time.monotonic() < end_s, "took too long"
+            self.engine.step()
+
+    def _status(self, name: str) -> str:
+        return str(self.scheduler().requests[self._inner(name)].status.name)
 
     def _inner(self, name: str) -> str:
         """The id under which the scheduler knows a request."""
         return next(r for r in self.scheduler().requests if r == name or r.startswith(f"{name}-"))
 
+    def _worker(self) -> Any:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+        return get_kv_transfer_group()._worker if has_kv_transfer_group() else None
+
     def scheduler(self) -> Any:
+        """vLLM's scheduler."""
         return self.engine.engine_core.engine_core.scheduler
+
+
+def _answer(out: Any) -> dict[str, Any]:
+    first = out.outputs[0].logprobs[0] if out.outputs[0].logprobs else {}
+    return {
+        "tokens": list(out.outputs[0].token_ids),
+        "first_logprobs": [first[token].logprob for token in sorted(first)],
+        "cached": out.num_cached_tokens,
+        "report": (out.kv_transfer_params or {}).get("tailreplay"),
+        "finish": out.outputs[0].finish_reason,
+    }
 
 
 def _state_error(got: dict[int, Any], wanted: dict[int, Any]) -> float:
@@ -149,6 +199,7 @@ def _state_error(got: dict[int, Any], wanted: dict[int, Any]) -> float:
 
 
 def main() -> None:
+    """Answers on what was standard output; vLLM's own prints go to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     child = Child(**json.loads(sys.argv[1]))
@@ -158,8 +209,7 @@ def main() -> None:
         name = command.pop("call")
         if name == "quit":
             break
-        result = getattr(child, name)(**command)
-        print(json.dumps(result), file=answers, flush=True)
+        print(json.dumps(getattr(child, name)(**command)), file=answers, flush=True)
     with contextlib.suppress(Exception):
         child.engine.engine_core.shutdown()
 

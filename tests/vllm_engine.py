@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +51,7 @@ class Engine:
             "max_model_len": 4096,
             "max_num_batched_tokens": 4096,
             "max_num_seqs": 16,
+            "max_logprobs": -1,
             "enforce_eager": True,
             "enable_prefix_caching": False,
             "disable_log_stats": False,
@@ -66,6 +69,7 @@ class Engine:
                 stderr=log,
                 text=True,
                 env=environment(folder),
+                start_new_session=True,
             )
         self._answer()
 
@@ -79,14 +83,17 @@ class Engine:
         return call
 
     def close(self) -> None:
+        """Ends the engine and every process of its own."""
         if self.process.poll() is None and self.process.stdin is not None:
             self.process.stdin.write('{"call": "quit"}\n')
             self.process.stdin.close()
-            try:
-                self.process.wait(20)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(5)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
 
     def _answer(self) -> Any:
         assert self.process.stdout is not None

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import torch
 
+from tailreplay.connector.hf_model import guard_triton
+
+guard_triton()
+
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig  # noqa: E402 - after the guard
+
 
 def qwen35(folder: Path, *, layers: int = 8, hidden: int = 128, vocab: int = 512) -> Path:
     """A Qwen3.5 text model (LLLF repeated) in bfloat16."""
-    from tailreplay.connector.hf_model import guard_triton
-
-    guard_triton()
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
-
     config = Qwen3_5TextConfig(
         vocab_size=vocab,
         hidden_size=hidden,

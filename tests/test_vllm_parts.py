@@ -1,0 +1,284 @@
+"""The parts of the vLLM connector that need no engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tailreplay.connector.client import StoreClient
+from tailreplay.connector.payload import PayloadCodec
+from tailreplay.connector.plan import FetchPlan, StoredCheckpoint
+from tailreplay.connector.vllm_config import check_supported, is_tested, settings_of
+from tailreplay.connector.vllm_keep import Keeper
+from tailreplay.connector.vllm_load import LOCAL, RankLoad
+from tailreplay.connector.vllm_meta import KeepBegin, KeepOp, LoadOp, StepOps, WorkerNews
+from tailreplay.connector.vllm_model import ModelDims, Shard, state_blocks
+from tailreplay.connector.vllm_names import Namespaces, media_element, prompt_tokens
+from tailreplay.proto import store_pb2 as pb
+from tailreplay.store import serve_in_thread
+from tailreplay.store.tokens import extended_tokens
+
+
+def config(**changes: Any) -> Any:
+    """A supported engine, with changes by dotted name."""
+    found = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            enable_expert_parallel=False,
+            use_sequence_parallel_moe=False,
+        ),
+        kv_transfer_config=SimpleNamespace(
+            kv_connector="TailReplayConnector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={},
+        ),
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
+        speculative_config=None,
+    )
+    for name, value in changes.items():
+        *path, last = name.split("__")
+        target = found
+        for part in path:
+            target = getattr(target, part)
+        setattr(target, last, value)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
+        ({"parallel_config__data_parallel_size": 2}, "data_parallel_size is 2"),
+        ({"parallel_config__enable_expert_parallel": True}, "enable_expert_parallel"),
+        ({"parallel_config__use_sequence_parallel_moe": True}, "sequence-parallel"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "context parallelism"),
+        ({"speculative_config": object()}, "speculative decoding is on"),
+        ({"kv_transfer_config__kv_load_failure_policy": "fail"}, "wanted 'recompute'"),
+        ({"kv_transfer_config__kv_role": "kv_producer"}, "wanted 'kv_both'"),
+        ({"kv_transfer_config__kv_connector_extra_config": {"mode": "tail"}}, "strict=false"),
+        ({"kv_transfer_config__kv_connector_extra_config": {"mood": "tail"}}, "mood"),
+    ],
+)
+def test_an_unsupported_engine_is_refused_and_told_what_to_change(change: Any, names: str):
+    check_supported(config())
+    with pytest.raises(ValueError, match=names):
+        check_supported(config(**change))
+
+
+def test_approximate_modes_are_allowed_where_nothing_can_take_them_for_exact():
+    extra = {"mode": "tail"}
+    check_supported(
+        config(
+            kv_transfer_config__kv_connector_extra_config=extra,
+            cache_config__enable_prefix_caching=False,
+        )
+    )
+    extra = {"mode": "tail", "strict": False}
+    check_supported(config(kv_transfer_config__kv_connector_extra_config=extra))
+
+
+def test_hiddens_are_kept_only_where_the_mode_uses_them():
+    modes = {"exact": False, "tail": True, "auto": True, "off": False}
+    for mode, keeps in modes.items():
+        extra = {"mode": mode}
+        engine = config(kv_transfer_config__kv_connector_extra_config=extra)
+        assert settings_of(engine).keeps_hiddens is keeps
+
+
+def test_only_tested_releases_are_served():
+    assert is_tested("0.32.0")
+    assert is_tested("0.32.1.dev3+cpu")
+    assert not is_tested("0.33.0")
+    assert not is_tested("0.3.2")
+
+
+def request(**fields: Any) -> Any:
+    base = {"cache_salt": None, "lora_request": None, "mm_features": (), "prompt_token_ids": [1]}
+    return SimpleNamespace(**(base | fields))
+
+
+def names_for(weights: str = "w") -> Namespaces:
+    model = SimpleNamespace(
+        hf_config=SimpleNamespace(to_dict=lambda: {"hidden_size": 8, "_name_or_path": "x"}),
+        dtype=torch.bfloat16,
+        quantization=None,
+        model="m",
+    )
+    extra = {"weights_id": weights}
+    engine = config(kv_transfer_config__kv_connector_extra_config=extra, model_config=model)
+    return Namespaces(engine, settings_of(engine))
+
+
+def test_salt_adapter_and_weights_separate_namespaces(tmp_path: Any):
+    names = names_for()
+    adapters = {}
+    for name, content in (("a", b"1"), ("b", b"2"), ("c", b"1")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_model.safetensors").write_bytes(content)
+        lora = SimpleNamespace(
+            lora_int_id=len(adapters) + 1, lora_path=str(tmp_path / name), lora_name=name
+        )
+        adapters[name] = names.of(request(lora_request=lora))
+    plain = names.of(request())
+    salted = names.of(request(cache_salt="s"))
+    assert len({plain, salted, adapters["a"], adapters["b"]}) == 4
+    assert adapters["a"] == adapters["c"]
+    assert names_for().of(request()) == plain
+    assert names_for("other").of(request()) != plain
+
+
+def test_media_of_any_number_never_collide():
+    elements = {media_element(f"image-{i}", offset) for i in range(50_000) for offset in (0, 1)}
+    assert len(elements) == 100_000
+    assert min(elements) > 1 << 32
+
+
+def test_media_stand_at_their_own_positions():
+    place = SimpleNamespace(offset=2, length=2)
+    feature = SimpleNamespace(identifier="cat", mm_position=place)
+    found = prompt_tokens(request(prompt_token_ids=[5, 6, 7, 7, 8], mm_features=[feature]))
+    assert [int(t) for t in found[[0, 1, 4]]] == [5, 6, 8]
+    assert [int(t) for t in found[2:4]] == [media_element("cat", 0), media_element("cat", 1)]
+
+
+def test_news_of_ranks_add_up():
+    one = WorkerNews({"a": 1}, {"b": 1}, {"b": "evicted"})
+    two = WorkerNews({"a": 1, "b": 1}, {}, {})
+    total = one.aggregate(two)
+    assert total == WorkerNews({"a": 2, "b": 1}, {"b": 1}, {"b": "evicted"})
+
+
+def test_tokens_and_names_are_not_in_what_vllm_logs():
+    tokens = extended_tokens([4711] * 3)
+    begin = KeepBegin(b"secret" * 5, tokens, 0, (), ())
+    load = LoadOp("r", b"secret" * 5, b"secret", tokens, FetchPlan("exact", True, 3), 0, (), begin)
+    ops = StepOps(
+        loads=[load], keeps=[KeepOp("r", 0, 3, 0, begin, None, True)], finished={"r": tokens}
+    )
+    assert "4711" not in repr(ops)
+    assert "secret" not in repr(ops)
+
+
+@pytest.mark.parametrize(
+    ("size", "heads", "firsts"),
+    [(1, 2, [0]), (2, 2, [0, 1]), (2, 4, [0, 2]), (4, 2, [0, 0, 1, 1])],
+)
+def test_ranks_hold_their_heads_and_share_them_where_there_are_too_few(
+    size: int, heads: int, firsts: list[int]
+):
+    assert [Shard(rank, size, heads).first_kv_head for rank in range(size)] == firsts
+
+
+def test_a_state_lies_in_one_block_or_in_the_block_of_its_last_token():
+    block_ids = ([7], [3, 4, 5], [1, 2, 9])
+    assert state_blocks(block_ids, 300, (0, 256, -1)) == (7, 4, -1)
+    assert state_blocks(block_ids, 256, (0, 256, -1)) == (7, 3, -1)
+
+
+def dims(ranks: int = 1) -> ModelDims:
+    return ModelDims(
+        fa_layers=(3, 7),
+        linear_layers=(0, 1, 2, 4, 5, 6),
+        hidden_sources=(3,),
+        kv_heads=2 // ranks,
+        kv_head_dim=4,
+        key_heads=2 // ranks,
+        value_heads=4 // ranks,
+        key_dim=4,
+        value_dim=4,
+        conv_width=3,
+        hidden_size=8,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+
+
+def load_op(plan: FetchPlan, local_tokens: int = 0) -> LoadOp:
+    tokens = extended_tokens(list(range(1000)))
+    return LoadOp("r", bytes(32), b"leaf", tokens, plan, local_tokens, ((1,),), None)
+
+
+def test_a_rank_asks_for_its_own_heads_only():
+    checkpoint = StoredCheckpoint(512, b"state")
+    plan = FetchPlan("exact", True, 600, 600, 512, checkpoint)
+    load = RankLoad(load_op(plan), dims(), dims(2), first_kv_head=1, rank=1)
+    states = [load.ranges[n] for n in load.state_numbers]
+    assert [(r.first_unit, r.units) for r in states] == [(2 * i + 1, 1) for i in range(6)]
+    kv = [load.ranges[n] for n in load.kv_numbers]
+    assert [(r.first_unit, r.units) for r in kv] == [(1, 1), (3, 1)]
+    assert {(r.first_token, r.end_token) for r in kv} == {(0, 512)}
+
+
+def test_what_vllm_has_itself_is_not_fetched_but_for_the_block_that_is_stored_next():
+    local = StoredCheckpoint(784, LOCAL)
+    plan = FetchPlan("exact", True, 900, 900, 784, local)
+    load = RankLoad(load_op(plan, 784), dims(), dims(), first_kv_head=0, rank=0)
+    assert {(r.kind, r.first_token, r.end_token) for r in load.ranges} == {(pb.KIND_KV, 768, 784)}
+
+
+def test_a_tail_asks_for_hiddens_first():
+    plan = FetchPlan("tail", False, 900, 900, 900, None, 800)
+    load = RankLoad(load_op(plan), dims(), dims(), first_kv_head=0, rank=0)
+    assert [r.kind for r in load.ranges] == [pb.KIND_HIDDEN, pb.KIND_KV, pb.KIND_KV]
+
+
+def rows(first: int, end: int) -> torch.Tensor:
+    """Rows that say their position, `[2 layers, K and V, T, 2 heads, 4]`."""
+    at = torch.arange(first, end, dtype=torch.float32)
+    return at.view(1, 1, -1, 1, 1).expand(2, 2, -1, 2, 4).to(torch.bfloat16)
+
+
+def begin_of(tokens: Any, stored: int = 0) -> KeepBegin:
+    return KeepBegin(bytes(32), tokens, stored, (), ())
+
+
+def stored_kv(client: StoreClient, tokens: Any) -> int:
+    answer = client.match(bytes(32), tokens, timeout_s=5)
+    return max((r.end_token for r in answer.runs if r.kind == pb.KIND_KV), default=0)
+
+
+def test_rows_in_any_portions_become_blocks_and_grow_with_the_answer():
+    tokens = extended_tokens(list(range(1000)))
+    with serve_in_thread() as server, StoreClient(server.address) as client:
+        keeper = Keeper(client, PayloadCodec(dims()), 5.0)
+        keeper.begin("r", begin_of(tokens[:700]))
+        for first, end in ((0, 300), (200, 300), (300, 555), (500, 700)):
+            keeper.add_rows("r", first, rows(first, end), None)
+        keeper.put("r")
+        keeper.add_rows("r", 700, rows(700, 800), None)
+        keeper.put("r", tokens[:800])
+        keeper.forget("r")
+        keeper.close()
+        assert stored_kv(client, tokens) == 800
+        wanted = pb.Range(kind=pb.KIND_KV, first_token=0, end_token=800, first_unit=1, units=1)
+        leaf = client.match(bytes(32), tokens, timeout_s=5).leaf
+        frames = client.fetch(bytes(32), leaf, [wanted], timeout_s=5)
+        data = b"".join(f.rows.data for f in frames if f.WhichOneof("frame") == "rows")
+        got = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).view(800, 8)
+        assert torch.equal(got, rows(0, 800)[0, 0, :, 0, :1].expand(-1, 8))
+
+
+def test_rows_behind_a_hole_are_not_stored():
+    tokens = extended_tokens(list(range(600)))
+    with serve_in_thread() as server, StoreClient(server.address) as client:
+        keeper = Keeper(client, PayloadCodec(dims()), 5.0)
+        keeper.begin("r", begin_of(tokens))
+        keeper.add_rows("r", 0, rows(0, 100), None)
+        keeper.add_rows("r", 300, rows(300, 600), None)
+        keeper.put("r")
+        keeper.close()
+        assert stored_kv(client, tokens) == 0
+
+
+def test_a_rank_s_state_units_are_those_of_its_key_heads():
+    whole, part = PayloadCodec(dims()), PayloadCodec(dims(2))
+    assert whole.geometry[2 + 1].units == 2 * part.geometry[2 + 1].units
+    assert np.isclose(whole.geometry[3].row_bytes, part.geometry[3].row_bytes)
