@@ -7,6 +7,7 @@ import contextlib
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,14 @@ class Redhare:
         self._store.register_buffer(self._room.ctypes.data, self._room.nbytes)
 
     def put(self, number: int) -> None:
-        """The provider's own put: a copy within it, and metadata in Redis."""
+        """The provider's own put, a copy within it, until its metadata can be seen from here."""
         self._number = number
         self._provider.ask("put", number=number)
+        keys = [f"{number}:{i}" for i in range(len(self._room))]
+        deadline = time.monotonic() + 10
+        while min(self._store.batch_is_exist(keys)) < 1:
+            assert time.monotonic() < deadline, "redhare: what was put is not seen"
+            time.sleep(0.001)
 
     def get(self) -> None:
         """Gets in batches of 8, its best."""
