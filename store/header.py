@@ -38,7 +38,7 @@ from tailreplay.store.checksum import crc32c
 from tailreplay.store.errors import IntegrityError, InvalidRequest
 from tailreplay.store.geometry import MAX_PAGE_BYTES, Dtype, Geometry, StateLayout
 from tailreplay.store.namespace import FORMAT_VERSION
-from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Kind, ObjectName, Provenance
+from tailreplay.store.objects import BLOCK_TOKENS, PAGE_TOKENS, Kind, ObjectName, Provenance
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,7 +50,6 @@ MAX_HEADER_BYTES = 1 << 20
 """Largest header a reader accepts, in bytes."""
 
 _SHAPE_FIELDS = {Kind.KV: 3, Kind.HIDDEN: 2, Kind.CHECKPOINT: 6}
-_MAX_ROWS = {Kind.KV: KV_BLOCK_TOKENS, Kind.HIDDEN: PAGE_TOKENS, Kind.CHECKPOINT: 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +231,7 @@ def _header(fields: tuple[Any, ...], crcs: tuple[int, ...]) -> Header:
 def _fault(header: Header) -> str:
     """What is wrong with a header's numbers, taken by themselves; empty when nothing is."""
     geometry, rows = header.geometry, header.rows
-    most = _MAX_ROWS[geometry.kind]
+    most = BLOCK_TOKENS[geometry.kind]
     page_bytes = min(rows, PAGE_TOKENS) * geometry.row_bytes
     if geometry.kind is not header.name.kind or not _is_shape(geometry):
         return f"{geometry} is no shape of its kind"

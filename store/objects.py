@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 PAGE_TOKENS = 64
 """Tokens in a page: the unit of checksums, of the hash chain and of partial reads."""
 
 KV_BLOCK_TOKENS = 256
 """Tokens in a full `kv` block."""
-
-HIDDEN_BLOCK_TOKENS = PAGE_TOKENS
-"""Tokens in a full `hidden` block."""
 
 
 class Kind(enum.IntEnum):
@@ -24,6 +25,14 @@ class Kind(enum.IntEnum):
     """Full-attention output hiddens of every replay source for the tokens of one block."""
     CHECKPOINT = 3
     """Conv and recurrent state of every linear layer after one token."""
+
+
+BLOCK_TOKENS: Mapping[Kind, int] = {
+    Kind.KV: KV_BLOCK_TOKENS,
+    Kind.HIDDEN: PAGE_TOKENS,
+    Kind.CHECKPOINT: 1,
+}
+"""Most rows of an object, by kind; its first row lies at a multiple of that."""
 
 
 class Provenance(enum.IntEnum):

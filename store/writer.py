@@ -10,7 +10,7 @@ from tailreplay.store.catalog import Prefix
 from tailreplay.store.chain import PrefixChain, running_digests
 from tailreplay.store.errors import InvalidRequest, LimitExceeded
 from tailreplay.store.header import Header, header_bytes, verify_object
-from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Kind, ObjectName
+from tailreplay.store.objects import BLOCK_TOKENS, Kind, ObjectName
 from tailreplay.store.tiers import PutOutcome
 
 if TYPE_CHECKING:
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from tailreplay.store.catalog import Catalog
     from tailreplay.store.tiers import Tiers
-
-_GRID = {Kind.KV: KV_BLOCK_TOKENS, Kind.HIDDEN: PAGE_TOKENS}
 
 
 class Writer:
@@ -138,12 +136,8 @@ class Writer:
             )
         if not first < end <= total:
             raise InvalidRequest(f"object covers [{first}, {end}) of {total} tokens")
-        if kind == Kind.CHECKPOINT:
-            fits = end - first == 1
-        else:
-            grid = _GRID[Kind(kind)]
-            fits = first % grid == 0 and end == min(first + grid, total)
-        if not fits:
+        grid = BLOCK_TOKENS[Kind(kind)]
+        if first % grid or end != min(first + grid, total):
             raise InvalidRequest(
                 f"{Kind(kind).name} object covers [{first}, {end}) of {total} tokens, "
                 "which is no block of its kind's grid"

@@ -22,13 +22,7 @@ from tailreplay.store.geometry import (
     kv_geometry,
 )
 from tailreplay.store.header import Header, build_object
-from tailreplay.store.objects import (
-    HIDDEN_BLOCK_TOKENS,
-    KV_BLOCK_TOKENS,
-    Kind,
-    ObjectName,
-    Provenance,
-)
+from tailreplay.store.objects import BLOCK_TOKENS, Kind, ObjectName, Provenance
 from tailreplay.store.tokens import extended_tokens, to_wire
 
 GEOMETRY = {
@@ -38,7 +32,6 @@ GEOMETRY = {
         shape=(3, 2, 1, 4, 4, 3), dtype=Dtype.FLOAT32, state_dtype=Dtype.FLOAT32
     ),
 }
-GRID = {Kind.KV: KV_BLOCK_TOKENS, Kind.HIDDEN: HIDDEN_BLOCK_TOKENS}
 
 Span = tuple[Kind, int, int]
 """An object or a range: kind, first token, end token."""
@@ -97,7 +90,7 @@ class Prefix:
             if kind is Kind.CHECKPOINT:
                 spans.append((kind, len(self) - 1, len(self)))
                 continue
-            step = GRID[kind]
+            step = BLOCK_TOKENS[kind]
             spans += [(kind, at, min(at + step, len(self))) for at in range(0, until, step)]
         return spans
 
