@@ -113,7 +113,8 @@ class Trainer:
             load = level.load(packed)
             if packed:
                 load = Load(level.length, 0, 8, packed=True, alphabet=level.alphabet)
-            found = score.recall(self.model, self.corpus, task, load, 32, level.speedup)
+            samples = max(4, min(32, 8192 // level.length))
+            found = score.recall(self.model, self.corpus, task, load, samples, level.speedup)
             line += f" | {name} " + "/".join(f"{value:.2f}" for value in found.values())
         return line
 
@@ -180,18 +181,20 @@ def main() -> None:
 
 
 def _train(trainer: Trainer, home: Path) -> None:
-    started, last = time.monotonic(), time.monotonic()
+    started = saved = last = time.monotonic()
     begun = trainer.progress["tokens"]
     while trainer.progress["tokens"] < trainer.args.tokens:
         trainer.step()
         done = trainer.progress["tokens"] >= trainer.args.tokens
+        if done or time.monotonic() - saved > 60:
+            trainer.snapshot(home / "last.pt")
+            saved = time.monotonic()
         if done or time.monotonic() - last > trainer.args.every:
             rate = (trainer.progress["tokens"] - begun) / (time.monotonic() - started)
             line = f"{trainer.report()} | {rate:.0f} tokens/s"
             print(line, flush=True)
             with (home / "log.txt").open("a") as log:
                 log.write(line + "\n")
-            trainer.snapshot(home / "last.pt")
             last = time.monotonic()
 
 

@@ -179,6 +179,15 @@ def test_exported_weights_load_into_transformers_with_the_speedup_folded_in(
     torch.testing.assert_close(got, trainer.model.lm_head(wanted), atol=0.1, rtol=0.1)
 
 
+@pytest.mark.model
+def test_the_committed_miniature_finds_a_needle_through_transformers():
+    loaded = model.load("retrieval")
+    ids = TOKENIZER.encode(" Emma = 42; Harriet = 17; Elton = 68;\n Harriet is")
+    with torch.no_grad():
+        found = loaded(torch.tensor([ids])).logits[0, -1].argmax().item()
+    assert TOKENIZER.decode([found]) == " 17"
+
+
 def _trainer(corpus):
     mix = {"needles": 0.5, "text": 0.5}
     levels = tuple(
