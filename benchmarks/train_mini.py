@@ -3,7 +3,8 @@
     python -P benchmarks/train_mini.py retrieval --tokens 30000000
 
 Snapshots and the log go to `~/.cache/tailreplay/mini/<name>` (`--home` moves them); `--export`
-writes bf16 weights to `benchmarks/mini`. One line is printed at each evaluation.
+writes bf16 weights to `benchmarks/mini`, `--score 2048` scores those. One line is printed at each
+evaluation.
 """
 
 import argparse
@@ -167,17 +168,26 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     tokenizer = Tokenizer.load()
     corpus = Corpus(tokenizer, tuple(args.text)) if args.text else Corpus(tokenizer)
-    trainer = Trainer(RECIPES[args.recipe], corpus, len(tokenizer), args)
-    home = args.home / (args.name or args.recipe)
+    name = args.name or args.recipe
+    if args.score:
+        print(*score.table(model.load(name), corpus, args.score), sep="\n", flush=True)
+        return
+    home = args.home / name
+    trainer = _trainer(args, corpus, len(tokenizer), home)
+    if args.export:
+        trainer.export(model.HOME / f"{name}.safetensors")
+        return
+    _train(trainer, home)
+
+
+def _trainer(args: argparse.Namespace, corpus: Corpus, vocab_size: int, home: Path) -> Trainer:
+    trainer = Trainer(RECIPES[args.recipe], corpus, vocab_size, args)
     home.mkdir(parents=True, exist_ok=True)
     if (home / "last.pt").exists():
         trainer.resume(home / "last.pt")
     elif trainer.recipe.base:
         trainer.start_from(args.base or args.home / trainer.recipe.base / "last.pt")
-    if args.export:
-        trainer.export(model.HOME / f"{args.name or args.recipe}.safetensors")
-        return
-    _train(trainer, home)
+    return trainer
 
 
 def _train(trainer: Trainer, home: Path) -> None:
@@ -212,6 +222,7 @@ def _arguments() -> argparse.Namespace:
         "--base", type=Path, help="snapshot to start from, where a recipe needs one"
     )
     parser.add_argument("--export", action="store_true", help="write weights of the last snapshot")
+    parser.add_argument("--score", type=int, metavar="TOKENS", help="score the committed weights")
     return parser.parse_args()
 
 

@@ -78,6 +78,27 @@ def continuation(
     }
 
 
+def table(model: Qwen3_5ForCausalLM, corpus: Corpus, longest: int = 2048) -> Iterator[str]:
+    """Lines of a Markdown table: every task at several lengths, then held-back text."""
+    yield f"| task | tokens | {' | '.join(RATIOS)} |"
+    yield "|---|---|" + "---|" * len(RATIOS)
+    length = 128
+    while length <= longest:
+        keys = length // 32
+        for name, task, load in (
+            ("needles, packed", "needles", Load(length, 0, 8, packed=True)),
+            (f"needles, {keys} keys in text", "needles", Load(length, keys, 4)),
+            (f"tracking, {keys // 2} chains", "track", Load(length, keys, 4)),
+            ("common words", "common", Load(length, 0, 1)),
+        ):
+            found = recall(model, corpus, task, load, 64 if length < 1024 else 32)
+            yield f"| {name} | {length} | {' | '.join(f'{x:.3f}' for x in found.values())} |"
+        found = continuation(model, corpus, length, samples=16).values()
+        cells = " | ".join(f"{same:.3f}, {loss:.2f}" for same, loss in found)
+        yield f"| text: top token as in full, loss | {length} | {cells} |"
+        length *= 2
+
+
 def _columns(
     model: Qwen3_5ForCausalLM, ids: Tensor, m: int, speedup: float | None
 ) -> Iterator[tuple[str, Tensor]]:
