@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import redis
 import torch
 from tiny_models import random_tokens, relative_max, tiny_qwen
+from waiting import until
 
 from tailreplay.connector.client import StoreClient
 from tailreplay.connector.hf import CachePolicy, Generation, HybridEngine
@@ -194,9 +194,7 @@ def fill_redis(url: str, *prompts: Tokens) -> None:
     with serve_in_thread(redis_url=url, **STORE) as server, replica(server.address) as engine:
         for tokens in prompts:
             ask(engine, tokens)
-        end_s = time.monotonic() + WAIT_S
-        while server.store.stats().redis_pending_bytes:
-            assert time.monotonic() < end_s, "writes to Redis do not end"
+        until(lambda: not server.store.stats().redis_pending_bytes, WAIT_S)
 
 
 def payload_keys(url: str, kind: str) -> list[bytes]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from redis_server import RedisServer
+from waiting import Clock
 
 os.environ.update(
     LMCACHE_TRACK_USAGE="false",
@@ -12,6 +13,12 @@ os.environ.update(
     LMCACHE_DISABLE_BANNER="1",
     DO_NOT_TRACK="1",
 )
+
+
+@pytest.fixture
+def clock() -> Clock:
+    """Moves when a test says so."""
+    return Clock()
 
 
 @pytest.fixture

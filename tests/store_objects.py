@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -214,12 +212,3 @@ def span_range(kind: Kind, first: int, end: int, **more: object) -> pb.Range:
 
 def runs_of(answer: pb.MatchResponse, kind: Kind) -> list[tuple[int, int]]:
     return [(run.first_token, run.end_token) for run in answer.runs if run.kind == kind]
-
-
-def until(condition: Callable[[], object], limit_s: float = 10.0) -> None:
-    """Waits for something that another thread brings about."""
-    deadline = time.monotonic() + limit_s
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline, "it never came about"
-        pause.wait(0.005)

@@ -7,21 +7,6 @@ import pytest
 from tailreplay.connector.breaker import Breaker
 
 
-class Clock:
-    """Seconds since some start."""
-
-    def __init__(self):
-        self.now_s = 100.0
-
-    def __call__(self):
-        return self.now_s
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
 @pytest.fixture
 def breaker(clock):
     return Breaker("store", clock, max_failures=3, open_s=2.0)

@@ -24,21 +24,6 @@ SLACK_S = 1.0
 """For a machine on which others work too."""
 
 
-class Clock:
-    """Seconds that pass when told."""
-
-    def __init__(self):
-        self.now_s = 0.0
-
-    def __call__(self):
-        return self.now_s
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
 @pytest.fixture
 def address():
     with tempfile.TemporaryDirectory(prefix="tailreplay-") as folder:

@@ -34,6 +34,7 @@ from case_helpers import (
     since,
 )
 from tiny_models import relative_l2, relative_max, tiny_qwen
+from waiting import Clock
 
 from tailreplay.connector.client import ObjectBytes, StoreClient
 from tailreplay.connector.hf import UnsupportedModel
@@ -531,16 +532,6 @@ def test_a_namespace_that_differs_in_any_one_field_matches_nothing(server, tenan
 
 
 # A store that fails
-
-
-class Clock:
-    """Seconds that pass when told."""
-
-    def __init__(self):
-        self.now_s = 0.0
-
-    def __call__(self):
-        return self.now_s
 
 
 def test_without_a_store_prompts_are_simply_prefilled_and_soon_nobody_is_asked(address):

@@ -5,19 +5,6 @@ import pytest
 from tailreplay.store.leases import Leases
 
 
-class Clock:
-    def __init__(self):
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
 @pytest.fixture
 def leases(clock):
     return Leases(2.0, clock)

@@ -2,13 +2,13 @@
 
 import hashlib
 import select
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 from lmcache.v1.distributed.api import ObjectKey
+from waiting import until
 
 from tailreplay.store.objects import Kind
 from tailreplay.store.redis_envelope import ENVELOPE_BYTES, is_intact, seal
@@ -103,12 +103,7 @@ class Driver:
 
     def until(self, true: Callable[[dict], bool]) -> None:
         """Wait for a status, which the adapter reaches by itself."""
-        pause = threading.Event()
-        for _ in range(int(LIMIT_S / 0.01)):
-            if true(self.adapter.report_status()):
-                return
-            pause.wait(0.01)
-        raise AssertionError(f"not in time: {self.adapter.report_status()}")
+        until(lambda: true(self.adapter.report_status()), LIMIT_S)
 
     def until_healthy(self) -> None:
         self.until(lambda status: status["is_healthy"])

@@ -9,19 +9,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from store_objects import (
-    GEOMETRY,
-    Client,
-    Prefix,
-    put_frames,
-    runs_of,
-    span_range,
-    until,
-)
+from store_objects import GEOMETRY, Client, Prefix, put_frames, runs_of, span_range
+from waiting import until
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
-from tailreplay.store.chain import PrefixChain
 from tailreplay.store.config import StoreConfig
 from tailreplay.store.core import prepare_socket
 from tailreplay.store.errors import StoreUnavailable
@@ -677,9 +669,3 @@ def test_passwords_are_neither_described_nor_in_errors():
     with pytest.raises(ValueError, match="redis_url") as caught:
         StoreConfig(listen="127.0.0.1:0", redis_url="http://:secret@host")
     assert "secret" not in str(caught.value)
-
-
-def test_names_are_computed_by_the_store_not_taken_from_the_client(space):
-    assert PrefixChain(space, Prefix(space, BASE).tokens).pages[3] == (
-        Prefix(space, BASE).name(HIDDEN, 256).prefix_hash
-    )

@@ -6,7 +6,8 @@ from contextlib import closing
 import pytest
 import redis
 from redis_server import RedisServer
-from store_objects import Client, Prefix, runs_of, span_range, until
+from store_objects import Client, Prefix, runs_of, span_range
+from waiting import until
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread

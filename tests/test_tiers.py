@@ -16,6 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from redis_server import RedisServer
+from waiting import until
 
 from tailreplay.store.errors import StoreUnavailable
 from tailreplay.store.objects import Kind, ObjectName
@@ -303,16 +304,6 @@ def test_the_cpu_tier_is_a_dict_with_locks(open_tiers):
     machine = CpuTier.TestCase()
     machine.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
     machine.runTest()
-
-
-def until(true: Callable[[], object]) -> None:
-    """Wait for something that happens on a thread of the tiers."""
-    pause = threading.Event()
-    for _ in range(2000):
-        if true():
-            return
-        pause.wait(0.01)
-    raise AssertionError("not in time")
 
 
 def write_back(tiers: Tiers, outcomes: Outcomes, *wanted: tuple[ObjectName, int]) -> None:
