@@ -75,6 +75,9 @@ class WorkerSide:
         self._whole = PayloadCodec(self._model.whole)
         self._local = PayloadCodec(self._model.local)
         self._prefiller = Prefiller(self._model)
+        self._step_tokens = min(
+            self._settings.max_step_tokens, vllm_config.scheduler_config.max_num_batched_tokens
+        )
         self._client = StoreClient(
             self._settings.store, match_timeout_s=self._settings.match_timeout_s
         )
@@ -118,15 +121,25 @@ class WorkerSide:
                 self._keeper.forget(request_id)
         if ops.keeps and slot_mapping:
             name = self._model.capture.attentions[0].layer_name
-            self._keep_rows(ops.keeps, slot_mapping[name])
+            try:
+                self._keep_rows(ops.keeps, slot_mapping[name])
+            except Exception:  # whatever it is, the engine does not need it
+                logger.exception("rows of a step are not stored")
+                for keep in ops.keeps:
+                    self._forget(keep.request_id)
 
     def fill(self, ops: StepOps) -> None:
         """Puts what has been fetched into the cache and goes on with gaps, within a budget."""
         for request_id, failed in ops.dropped.items():
             self._drop(request_id, failed)
-        for request_id in ops.ready:
-            self._install(self._loads[request_id])
-        self._close_gaps()
+        try:
+            for request_id in ops.ready:
+                self._install(self._loads[request_id])
+            self._close_gaps()
+        except Exception:  # whatever it is, the engine can still prefill
+            logger.exception("loads are given up, prefill instead")
+            for request_id in {*ops.ready, *self._filling}:
+                self._drop(request_id, True)
 
     def take_results(self) -> tuple[set[str], set[str]]:
         """Requests whose load is over, and those among them that failed."""
@@ -155,6 +168,10 @@ class WorkerSide:
         if self._keeper is not None:
             self._keeper.close()
         self._client.close()
+
+    def _forget(self, request_id: str) -> None:
+        if self._keeper is not None:
+            self._keeper.forget(request_id)
 
     def _drop(self, request_id: str, failed: bool) -> None:
         load = self._loads.pop(request_id, None)
@@ -207,7 +224,7 @@ class WorkerSide:
 
     def _due(self) -> list[tuple[_Filling, Piece]]:
         """The next piece of each load that has one, first come first served, within the budget."""
-        budget = self._settings.max_step_tokens
+        budget = self._step_tokens
         due: list[tuple[_Filling, Piece]] = []
         for filling in self._filling.values():
             op = filling.load.op

@@ -82,7 +82,8 @@ def start(
     folder = tmp_path_factory.mktemp("engines")
 
     def begin(store_address: str | None = None, **arguments: Any) -> Engine:
-        engines.append(Engine(model, store_address or store.address, folder, **arguments))
+        served = arguments.pop("model", model)
+        engines.append(Engine(served, store_address or store.address, folder, **arguments))
         return engines[-1]
 
     yield begin
@@ -230,7 +231,8 @@ def test_a_store_that_comes_late_is_found(
 ):
     address = f"unix://{tmp_path_factory.mktemp('late')}/store.sock"
     small = qwen35(tmp_path_factory.mktemp("small"), layers=4)
-    compiled = start(address, enforce_eager=False, model=str(small))
+    quick = {"put_timeout_s": 1.0}
+    compiled = start(address, enforce_eager=False, model=small, connector=quick)
     prompt = tokens(1000, seed=13)
     missed = compiled.generate(prompts=[prompt])[0]
     assert missed["report"]["miss_reason"] in ("store_down", "deadline")

@@ -75,7 +75,6 @@ class Engine:
 
     def __getattr__(self, name: str) -> Any:
         def call(**arguments: Any) -> Any:
-            assert self.process.stdin is not None
             self.process.stdin.write(json.dumps({"call": name, **arguments}) + "\n")
             self.process.stdin.flush()
             return self._answer()
@@ -84,19 +83,16 @@ class Engine:
 
     def close(self) -> None:
         """Ends the engine and every process of its own."""
-        if self.process.poll() is None and self.process.stdin is not None:
+        with contextlib.suppress(OSError), self.process.stdin:
             self.process.stdin.write('{"call": "quit"}\n')
-            self.process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
+        self.process.stdout.close()
 
     def _answer(self) -> Any:
-        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
             raise AssertionError(f"the engine ended:\n{self.log.read_text()[-6000:]}")

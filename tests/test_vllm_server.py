@@ -1,0 +1,199 @@
+"""Two OpenAI servers that share one store, as an operator would run them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from vllm_engine import environment, transfer_config
+from vllm_models import qwen35
+
+from tailreplay.connector import StoreClient
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+class Process:
+    """A child process with a log, ended with all its own."""
+
+    def __init__(self, command: list[str], log: Path, env: dict[str, str]) -> None:
+        self.log = log
+        with log.open("w") as stream:
+            self.process = subprocess.Popen(
+                command, stdout=stream, stderr=stream, env=env, start_new_session=True
+            )
+
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def kill(self) -> None:
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        self.process.wait()
+
+
+class Server(Process):
+    """`vllm serve` on a free port of loopback."""
+
+    def __init__(self, model: Path, store: str, folder: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
+        flags = {
+            "model": str(model),
+            "served-model-name": "tiny",
+            "host": "127.0.0.1",
+            "port": str(self.port),
+            "max-model-len": "4096",
+            "max-num-batched-tokens": "2048",
+            "kv-transfer-config": json.dumps(transfer_config(store)),
+        }
+        for name, value in flags.items():
+            command += [f"--{name}", value]
+        command += [
+            "--skip-tokenizer-init",
+            "--enforce-eager",
+            "--enable-prompt-tokens-details",
+            "--no-enable-prefix-caching",
+            "--disable-uvicorn-access-log",
+        ]
+        super().__init__(command, folder / f"server-{self.port}.log", environment(folder))
+
+    def wait(self) -> None:
+        end_s = time.monotonic() + 180
+        while time.monotonic() < end_s and self.alive():
+            try:
+                self.get("/health")
+            except (urllib.error.URLError, ConnectionError):
+                time.sleep(0.5)
+            else:
+                return
+        raise AssertionError(f"the server did not come up:\n{self.log.read_text()[-4000:]}")
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as answer:
+            return str(answer.read().decode())
+
+    def complete(self, prompt: list[int]) -> tuple[list[int], int]:
+        """Tokens of the answer, and cached tokens of the prompt."""
+        body = {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": 6,
+            "temperature": 0,
+            "return_token_ids": True,
+            "ignore_eos": True,
+        }
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            found = json.load(answer)
+        details = found["usage"].get("prompt_tokens_details") or {}
+        return found["choices"][0]["token_ids"], details.get("cached_tokens") or 0
+
+    def metric(self, name: str) -> float:
+        lines = self.get("/metrics").splitlines()
+        return sum(float(x.split()[-1]) for x in lines if x.startswith(name + "{"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("servers")
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> str:
+    return f"unix://{folder}/store.sock"
+
+
+@pytest.fixture(scope="module")
+def start_store(folder: Path, address: str) -> Iterator[Callable[[], Process]]:
+    stores: list[Process] = []
+
+    def start() -> Process:
+        flags = ["--listen", address, "--pool-bytes", str(64 << 20)]
+        command = [str(Path(sys.executable).parent / "tailreplay-store"), "serve", *flags]
+        stores.append(Process(command, folder / f"store{len(stores)}.log", dict(os.environ)))
+        with StoreClient(address) as client:
+            assert client.connect(60), stores[-1].log.read_text()
+        return stores[-1]
+
+    yield start
+    for store in stores:
+        store.kill()
+
+
+@pytest.fixture(scope="module")
+def servers(folder: Path, address: str) -> Iterator[list[Server]]:
+    """Two servers, started before there is a store."""
+    model = qwen35(folder / "model")
+    both = [Server(model, address, folder) for _ in range(2)]
+    try:
+        for server in both:
+            server.wait()
+        yield both
+    finally:
+        for server in both:
+            server.kill()
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(512) for _ in range(count)]
+
+
+def settled(store: str) -> None:
+    """Waits until write-backs have come to rest."""
+    with StoreClient(store) as client:
+        last, end_s = -1, time.monotonic() + 20
+        while time.monotonic() < end_s:
+            now = client.stats().stored_bytes
+            if now == last and now > 0:
+                return
+            last = now
+            time.sleep(0.3)
+
+
+def test_the_second_server_reuses_what_the_first_computed_and_survives_the_store(
+    servers: list[Server], start_store: Callable[[], Process], address: str
+):
+    one, two = servers
+    prompt = tokens(1500, seed=1)
+    wanted, cached = one.complete(prompt)
+    assert cached == 0
+
+    store = start_store()
+    one.complete(prompt)
+    settled(address)
+    for m in (1234, 777):
+        before = two.metric("vllm:external_prefix_cache_hits_total")
+        branch = prompt[:m] + tokens(80, seed=m)
+        assert two.complete(branch)[1] == m
+        assert two.metric("vllm:external_prefix_cache_hits_total") - before == m
+
+    store.kill()
+    for server in servers:
+        assert server.complete(prompt) == (wanted, 0)
+        assert server.alive()
+
+    start_store()
+    one.complete(prompt)
+    settled(address)
+    assert two.complete(prompt[:1000] + tokens(50, seed=5))[1] == 1000
