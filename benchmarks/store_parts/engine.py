@@ -10,14 +10,14 @@ from store_parts.children import Child, cpu_s
 
 Field = dict[str, Any]
 
-_PROMPT_TOKENS = 2048
+_PROMPT_TOKENS = 1024
 
 
 def zero_reuse_overhead(quick: bool) -> Field:
     """CPU of engine and store for prompts that share nothing, with the store and without.
 
-    The model is random and mid-size: 16 layers of width 1024, 0.2 G parameters, float32 on CPU. A
-    smaller model would make the store look dear, a larger one cheap.
+    The model is random: 8 layers of width 512, 18 M parameters, float32 on CPU. The smaller the
+    model, the dearer the store looks beside it.
     """
     pairs = 3 if quick else 20
     with tempfile.TemporaryDirectory(prefix="tailreplay-bench-") as folder:
@@ -63,7 +63,7 @@ def engine_child(address: str) -> None:
     from tailreplay.connector.hf import CachePolicy, HybridEngine
 
     torch.set_num_threads(2)
-    model = tiny_qwen(layers=16, hidden=1024, vocab=4096)
+    model = tiny_qwen(layers=8, hidden=512, vocab=4096)
     engine = HybridEngine(model, address, weights_id="bench")
 
     def run(number: int, mode: Any) -> Answer:  # noqa: ANN401 - a mode's name
