@@ -49,7 +49,7 @@ def demo_model() -> Any:  # noqa: ANN401 - Transformers is untyped here
 
 
 def draw_decay(model: nn.Module, low: float = 1e-3, high: float = 1e-1) -> None:
-    """Draws the time steps dt of every linear layer log-uniformly in [low, high].
+    """Draws the time steps dt of every linear layer log-uniformly in [low, high]; changes `model`.
 
     Source: the initialisation of Mamba-2 (arXiv 2405.21060); dt_bias is softplus's inverse of dt.
     """

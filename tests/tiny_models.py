@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
+from tailreplay.connector.demo_model import draw_decay
 from tailreplay.connector.hf_model import guard_triton
 
 guard_triton()
@@ -43,20 +42,8 @@ def tiny_qwen(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen3_5ForCausalLM(config)
-        remember(model)
+        draw_decay(model)
     return model.to(dtype).eval()
-
-
-def remember(model: Qwen3_5ForCausalLM, low: float = 1e-3, high: float = 1e-1) -> None:
-    """Draw dt_bias as Mamba does: dt log-uniform in [low, high], through softplus's inverse.
-
-    Transformers' own start values forget within a token, so that any replay would look perfect.
-    """
-    for layer in model.model.layers:
-        if hasattr(layer, "linear_attn"):
-            bias = layer.linear_attn.dt_bias
-            dt = torch.exp(torch.empty_like(bias).uniform_(math.log(low), math.log(high)))
-            bias.data.copy_(dt + torch.log(-torch.expm1(-dt)))
 
 
 def random_tokens(count: int, seed: int = 0, vocab: int = 256) -> torch.Tensor:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import torch
 
+from tailreplay.connector.demo_model import draw_decay
 from tailreplay.connector.hf_model import guard_triton
 
 guard_triton()
@@ -33,10 +33,6 @@ def qwen35(folder: Path, *, layers: int = 8, hidden: int = 128, vocab: int = 512
     )
     torch.manual_seed(0)
     model = Qwen3_5ForCausalLM(config)
-    for layer in model.model.layers:
-        if hasattr(layer, "linear_attn"):
-            bias = layer.linear_attn.dt_bias
-            dt = torch.exp(torch.empty_like(bias).uniform_(math.log(1e-3), math.log(1e-1)))
-            bias.data.copy_(dt + torch.log(-torch.expm1(-dt)))
+    draw_decay(model)
     model.to(torch.bfloat16).save_pretrained(folder)
     return folder
