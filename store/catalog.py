@@ -15,7 +15,7 @@ from tailreplay.store.chain import DIGEST_BYTES
 from tailreplay.store.errors import GeometryMismatch, StoreUnavailable
 from tailreplay.store.evictor import Evictor
 from tailreplay.store.index import Match, Node, Record, TokenIndex
-from tailreplay.store.manifest import Entry, Manifests
+from tailreplay.store.manifest import Entry, Manifests, entry_of
 from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Kind, ObjectName, Provenance
 
 if TYPE_CHECKING:
@@ -77,8 +77,6 @@ class Catalog:
         """Names the tiers to evict from; they need this catalog's callbacks when they are made."""
         self._tiers = tiers
 
-    # -- lookups ----------------------------------------------------------------------------
-
     def match(self, namespace: bytes, digests: bytes) -> Match:
         """Longest stored prefix; counts it."""
         with self._lock:
@@ -101,8 +99,6 @@ class Catalog:
         with self._lock:
             record = self._index.record(name)
         return record if record is not None and record.exists else None
-
-    # -- changes ----------------------------------------------------------------------------
 
     def claim(self, name: ObjectName, size: int) -> bool:
         """Claims an object for the caller to put; False when it exists or another put brings it.
@@ -223,8 +219,6 @@ class Catalog:
         self.count("evicted_bytes", freed)
         return freed > 0
 
-    # -- Redis ------------------------------------------------------------------------------
-
     def redis_stored(self, names: Sequence[ObjectName]) -> None:
         """Objects' payloads are in Redis; those already admitted are committed."""
         with self._lock:
@@ -259,8 +253,6 @@ class Catalog:
                 self._index.prune_block(block.namespace, block.prefix_hash)
         return listed
 
-    # -- figures ----------------------------------------------------------------------------
-
     def figures(self) -> dict[str, int]:
         """Counters and sizes by name, taken at one instant."""
         with self._lock:
@@ -294,7 +286,7 @@ class Catalog:
                 for space in self._index.namespaces()
             }
 
-    # -- internals, called under the lock unless they say otherwise ---------------------------
+    # What follows is called under the lock, unless it says otherwise.
 
     def _locate(self, prefix: Prefix, name: ObjectName, end_token: int) -> tuple[Record, Node]:
         """An object's record, and the block whose manifest speaks of it."""
@@ -335,15 +327,7 @@ class Catalog:
         return [record for record, here in zip(victims, resident, strict=True) if here]
 
     def _manifest_of(self, record: Record, home: Node) -> tuple[Block, Entry]:
-        block = self._index.block(record.name.namespace, home)
-        kind, size, provenance = record.name.kind, record.size, record.provenance
-        if kind is Kind.KV:
-            return block, Entry("k", size, provenance)
-        if kind is Kind.HIDDEN:
-            page = record.first_token % KV_BLOCK_TOKENS // PAGE_TOKENS
-            return block, Entry(str(page), size, provenance)
-        field = f"c{record.end_token}:{record.digest.hex()}"
-        return block, Entry(field, size, provenance, record.name.prefix_hash, record.digest)
+        return self._index.block(record.name.namespace, home), entry_of(record)
 
     def _commit(self, names: Sequence[ObjectName]) -> None:
         """Writes the manifests of admitted objects whose payload is in Redis; takes the lock."""
@@ -382,16 +366,12 @@ class Catalog:
         return listed
 
     def _restored_record(self, block: Block, node: Node, entry: Entry) -> Record | None:
-        if entry.field == "k":
+        if entry.kind is Kind.KV:
             return node.kv
-        if entry.field.isdecimal():
-            page = int(entry.field)
-            return node.hidden[page] if page < len(node.hidden) else None
-        if not entry.state_hash:
-            return None
+        if entry.kind is Kind.HIDDEN:
+            return node.hidden[entry.page] if entry.page < len(node.hidden) else None
         name = ObjectName(block.namespace, Kind.CHECKPOINT, entry.state_hash)
-        end_token = int(entry.field[1:].partition(":")[0])
-        return self._index.checkpoint(node, name, end_token, entry.state_digest)
+        return self._index.checkpoint(node, name, entry.end_token, entry.state_digest)
 
 
 def records_on(path: Iterable[Node], *kinds: Kind) -> Iterator[Record]:

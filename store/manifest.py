@@ -31,10 +31,12 @@ from redis.retry import Retry
 from tailreplay.store.chain import DIGEST_BYTES
 from tailreplay.store.errors import StoreUnavailable
 from tailreplay.store.index import Block
-from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Provenance
+from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Kind, Provenance
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from tailreplay.store.index import Record
 
 T = TypeVar("T")
 
@@ -65,6 +67,35 @@ class Entry:
     provenance: Provenance
     state_hash: bytes = b""
     state_digest: bytes = b""
+
+    @property
+    def kind(self) -> Kind:
+        """What the object holds."""
+        if self.field.startswith("c"):
+            return Kind.CHECKPOINT
+        return Kind.KV if self.field == "k" else Kind.HIDDEN
+
+    @property
+    def page(self) -> int:
+        """Number of a hidden object's page in its block."""
+        return int(self.field)
+
+    @property
+    def end_token(self) -> int:
+        """Tokens that a checkpoint has seen."""
+        return int(self.field[1:].partition(":")[0])
+
+
+def entry_of(record: Record) -> Entry:
+    """What a manifest must say of an object, so that it can be listed again."""
+    kind, size, provenance = record.name.kind, record.size, record.provenance
+    if kind is Kind.KV:
+        return Entry("k", size, provenance)
+    if kind is Kind.HIDDEN:
+        page = record.first_token % KV_BLOCK_TOKENS // PAGE_TOKENS
+        return Entry(str(page), size, provenance)
+    field = f"c{record.end_token}:{record.digest.hex()}"
+    return Entry(field, size, provenance, record.name.prefix_hash, record.digest)
 
 
 class Manifests:
