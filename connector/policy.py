@@ -28,19 +28,19 @@ class CachePolicy(BaseModel):
     ] = 0.05
     min_tail_tokens: Annotated[int, Field(ge=4, description="k_min: shortest tail, in tokens")] = 64
     error_budget: Annotated[
-        float, Field(gt=0, description="relative state error that `auto` may spend")
+        float, Field(gt=0, description="relative state error that `auto` may spend; not read yet")
     ] = 0.1
     max_replay_tokens: Annotated[
         int, Field(ge=0, description="longest gap that `exact` closes, in tokens")
     ] = 2048
     max_reprefill_tokens: Annotated[
-        int, Field(ge=0, description="gaps up to this are prefilled again instead of replayed")
+        int, Field(ge=0, description="longest gap that is prefilled again, not replayed, in tokens")
     ] = 256
     prefill_chunk_tokens: Annotated[
-        int, Field(ge=64, description="prefill step; a checkpoint is kept after each")
+        int, Field(ge=64, description="prefill step, in tokens; a checkpoint is kept after each")
     ] = 1024
-    match_timeout_s: Annotated[float, Field(gt=0, description="deadline of a lookup")] = 0.25
+    match_timeout_s: Annotated[float, Field(gt=0, description="deadline of a lookup, s")] = 0.25
     stall_timeout_s: Annotated[
-        float, Field(gt=0, description="longest pause in a load before it is given up")
+        float, Field(gt=0, description="longest pause in a load before it is given up, s")
     ] = 2.0
-    put_timeout_s: Annotated[float, Field(gt=0, description="deadline of one write-back")] = 60.0
+    put_timeout_s: Annotated[float, Field(gt=0, description="deadline of one write-back, s")] = 60.0
