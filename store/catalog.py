@@ -191,7 +191,7 @@ class Catalog:
             try:
                 self._manifests.forget([(block, entry.field) for block, entry in entries])
             except StoreUnavailable as error:
-                logger.warning("a manifest field outlives its payload: %s", error)
+                logger.debug("a manifest field outlives its payload: %s", error)
 
     def count(self, what: str, by: int = 1) -> None:
         """Adds to a counter."""
@@ -343,7 +343,7 @@ class Catalog:
         try:
             self._manifests.commit(entries)
         except StoreUnavailable as error:
-            logger.warning("objects stay in the CPU tier alone: %s", error)
+            logger.debug("objects stay in the CPU tier alone: %s", error)
             self.redis_failed(names)
             return
         with self._lock:

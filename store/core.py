@@ -204,7 +204,7 @@ class Store:
         try:
             listed = self.catalog.restore()
         except StoreUnavailable as error:
-            logger.warning("nothing restored yet, Redis can not be read: %s", error)
+            logger.debug("nothing restored yet: %s", error)
             return False
         if listed:
             logger.info("restored %d objects from Redis", listed)

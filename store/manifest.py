@@ -18,8 +18,10 @@ tokens are running digests.
 
 from __future__ import annotations
 
+import logging
 import re
 import struct
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from tailreplay.store.index import Record
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -118,6 +122,9 @@ class Manifests:
         )
         self._prefix = key_prefix.encode() + b"m:"
         self._ttl_ms = int(ttl_s * 1000)
+        # Guarded by _lock: whether the last call failed.
+        self._lock = threading.Lock()
+        self._failing = False
 
     def commit(self, entries: Iterable[tuple[Block, Entry]]) -> None:
         """Makes payloads that are in Redis findable.
@@ -131,7 +138,7 @@ class Manifests:
             fields = {"b": _pack_block(block), entry.field: _pack_entry(entry)}
             pipe.hset(key, mapping={f: v + _seal(key, f.encode(), v) for f, v in fields.items()})
             pipe.pexpire(key, self._ttl_ms)
-        _run(pipe.execute)
+        self._run(pipe.execute)
 
     def forget(self, entries: Iterable[tuple[Block, str]]) -> None:
         """Takes fields away; the payloads behind them count as gone from then on.
@@ -142,7 +149,7 @@ class Manifests:
         pipe = self._redis.pipeline(transaction=False)
         for block, field in entries:
             pipe.hdel(self._key(block.namespace, block.prefix_hash), field)
-        _run(pipe.execute)
+        self._run(pipe.execute)
 
     def load(self) -> list[tuple[Block, list[Entry]]]:
         """Every manifest, ordered so that a block comes after the one before it.
@@ -150,7 +157,7 @@ class Manifests:
         Raises:
             StoreUnavailable: Redis can not be read.
         """
-        found = _run(lambda: list(self._scan()))
+        found = self._run(lambda: list(self._scan()))
         return sorted(found, key=lambda item: (item[0].first_token, len(item[0].digests) > 0))
 
     def close(self) -> None:
@@ -181,12 +188,21 @@ class Manifests:
     def _key(self, namespace: bytes, prefix_hash: bytes) -> bytes:
         return self._prefix + namespace + prefix_hash
 
+    def _run(self, call: Callable[[], T]) -> T:
+        try:
+            answer = call()
+        except redis.RedisError as error:
+            if self._changes(failing=True):
+                logger.warning("Redis did not take or give manifests: %s", error)
+            raise StoreUnavailable(f"Redis did not take or give manifests: {error}") from error
+        if self._changes(failing=False):
+            logger.info("Redis takes and gives manifests again")
+        return answer
 
-def _run(call: Callable[[], T]) -> T:
-    try:
-        return call()
-    except redis.RedisError as error:
-        raise StoreUnavailable(f"Redis did not take or give manifests: {error}") from error
+    def _changes(self, *, failing: bool) -> bool:
+        with self._lock:
+            changed, self._failing = self._failing != failing, failing
+        return changed
 
 
 def _pack_block(block: Block) -> bytes:

@@ -1,5 +1,6 @@
 """Manifests in a real Redis: what they say, and that a damaged one is a miss."""
 
+import logging
 from contextlib import closing
 
 import pytest
@@ -179,10 +180,23 @@ def test_more_manifests_than_one_scan_gives_are_all_loaded(manifests):
     assert {block.prefix_hash for block, _ in manifests.load()} == {b.prefix_hash for b in blocks}
 
 
-def test_a_redis_that_is_not_there_is_unavailable():
+def test_a_redis_that_is_not_there_is_unavailable_and_warned_of_once(caplog):
     absent = Manifests("unix:///nowhere/redis.sock", "t:", 60.0, 1.0)
     calls = [absent.load, lambda: absent.commit(ENTRIES), lambda: absent.forget([(FIRST, "k")])]
     for call in calls:
         with pytest.raises(StoreUnavailable, match="manifests"):
             call()
     absent.close()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_a_redis_that_comes_back_is_told_of_once(start_redis, caplog):
+    caplog.set_level(logging.INFO, "tailreplay.store.manifest")
+    server = start_redis()
+    with closing(Manifests(server.url, "t:", 60.0, 5.0)) as manifests:
+        server.kill()
+        with pytest.raises(StoreUnavailable):
+            manifests.load()
+        server.start()
+        assert manifests.load() == manifests.load() == []
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
