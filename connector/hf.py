@@ -243,7 +243,7 @@ class HybridEngine:
             return _Outcome(run.hit(plan, load), plan, stored, load)
         except LoadFailed as failure:
             load.cancel()
-            logger.info("a load failed, prefill instead: %s", failure)
+            logger.debug("a load failed, prefill instead: %s", failure)
             prompt.report.missed(failure.reason)
         cold = run.cold(keep=plan.matched_tokens)
         return _Outcome(cold, FetchPlan("miss", True, 0), NOTHING, None)

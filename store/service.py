@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import TYPE_CHECKING
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
     import grpc
 
     from tailreplay.store.core import Store
-
-logger = logging.getLogger(__name__)
 
 
 class StoreService(rpc.StoreServicer):
