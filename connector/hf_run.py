@@ -107,7 +107,7 @@ class PromptRun:
             LoadFailed: they do not come; the page can not be stored then.
         """
         page = plan.prefill_from // PAGE_TOKENS * PAGE_TOKENS
-        numbers = [i for i, r in enumerate(plan.ranges) if int(r.kind) == Kind.HIDDEN]
+        numbers = plan.ranges_of(Kind.HIDDEN)
         if page == done.hidden_from or not numbers:
             return done
         if plan.late_ranges:
@@ -135,8 +135,7 @@ class PromptRun:
         self, cache: DynamicCache, plan: FetchPlan, load: Load
     ) -> Callable[[int], None]:
         """Puts still empty buffers into the cache; returns what waits for a layer's bytes."""
-        numbers = [i for i, r in enumerate(plan.ranges) if int(r.kind) == Kind.KV]
-        number_of = dict(zip(self._model.fa_layers, numbers, strict=False))
+        number_of = dict(zip(self._model.fa_layers, plan.ranges_of(Kind.KV), strict=False))
         targets: dict[int, tuple[Tensor, Tensor]] = {}
         for layer, number in number_of.items():
             keys, values = self._codec.unpack_kv(load.buffers[number])
@@ -169,8 +168,8 @@ class PromptRun:
     ) -> None:
         """Rebuilds every group's states, each as soon as its rows are in."""
         first, end = plan.replay_first or 0, plan.prefill_from
-        hidden = [i for i, r in enumerate(plan.ranges) if int(r.kind) == Kind.HIDDEN]
-        number_of = dict(zip(self._model.hidden_sources, hidden, strict=False))
+        sources = self._model.hidden_sources
+        number_of = dict(zip(sources, plan.ranges_of(Kind.HIDDEN), strict=False))
         for group in self._model.groups:
             if group.source is None:
                 rows = self._tokens[first:end]

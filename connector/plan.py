@@ -124,6 +124,10 @@ class FetchPlan:
         """Matched tokens that are prefilled again."""
         return self.used_tokens - self.prefill_from
 
+    def ranges_of(self, kind: Kind) -> list[int]:
+        """Numbers of the ranges of a kind, in order."""
+        return [number for number, wanted in enumerate(self.ranges) if int(wanted.kind) == kind]
+
 
 def stored_prefix(answer: pb.MatchResponse) -> StoredPrefix:
     """Reads a Match answer."""
@@ -150,11 +154,11 @@ def plan_fetch(
     stored: StoredPrefix, prompt_tokens: int, policy: CachePolicy, shape: ModelShape
 ) -> FetchPlan:
     """Decides how a prompt of `prompt_tokens` tokens is served from what is stored."""
+    if policy.mode == "off":
+        return FetchPlan("off", True, 0)
     matched = max(0, min(stored.matched_tokens, prompt_tokens - 1))
-    if policy.mode == "off" or matched == 0:
-        return FetchPlan(
-            "off" if policy.mode == "off" else "miss", True, 0 if policy.mode == "off" else matched
-        )
+    if matched == 0:
+        return FetchPlan("miss", True, 0)
     usable = min(matched, stored.kv_tokens)
     lost = _lost_kv(stored, matched, usable)
     if usable == 0:
