@@ -167,11 +167,6 @@ class RespConnection:
         """Say for each key whether it is there, in one round trip."""
         return [reply == 1 for reply in self.pipeline([(b"EXISTS", key) for key in keys])]
 
-    def strlen(self, keys: Sequence[bytes]) -> list[int]:
-        """Return the length in bytes of each key's value; 0 when absent or no string."""
-        replies = self.pipeline([(b"STRLEN", key) for key in keys])
-        return [reply if isinstance(reply, int) else 0 for reply in replies]
-
     def delete(self, keys: Sequence[bytes]) -> int:
         """Delete keys and return how many there were."""
         return sum(reply == 1 for reply in self.pipeline([(b"DEL", key) for key in keys]))
