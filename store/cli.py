@@ -225,10 +225,12 @@ def _write(
 
 
 def _read_prompt(path: Path) -> list[int]:
-    text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     try:
+        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
         ids = json.loads(text)
-    except json.JSONDecodeError as error:
+    except OSError as error:
+        raise InvalidRequest(f"{path} can not be read: {error.strerror}") from None
+    except ValueError as error:
         raise InvalidRequest(f"{path} is no JSON: {error}") from None
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
         raise InvalidRequest(f"{path} holds no JSON array of token ids")

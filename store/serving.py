@@ -50,9 +50,19 @@ def serve_until_stopped(flags: dict[str, Any], file: Path | None) -> None:
 
 def _config(flags: dict[str, Any], file: Path | None) -> StoreConfig:
     """Flags over environment over file over defaults."""
-    from_file = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
+    from_file = _read(file) if file is not None else {}
     in_environment = {
         name for name in StoreConfig.model_fields if f"TAILREPLAY_{name.upper()}" in os.environ
     }
     kept = {k: v for k, v in from_file.items() if k not in in_environment}
     return StoreConfig(**{**kept, **flags})
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from None
+    if not isinstance(settings, dict):
+        raise ValueError(f"{file} holds a JSON {type(settings).__name__}, wanted an object")  # noqa: TRY004 - a setting is wrong
+    return settings

@@ -99,6 +99,24 @@ def test_explain_refuses_what_is_no_prompt(server, text, said):
     assert said in done.stderr
 
 
+def test_explain_says_that_there_is_no_such_prompt(tmp_path):
+    done = run("explain", str(tmp_path / "none.json"), str(tmp_path / "none.json"))
+    assert done.returncode == 1
+    assert "none.json can not be read" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("text", "said"), [("[1]", "wanted an object"), ("{", "no JSON")])
+def test_serve_refuses_a_file_that_holds_no_settings(tmp_path, text, said):
+    file = tmp_path / "settings.json"
+    file.write_text(text)
+    done = run("serve", "--config", str(file))
+    assert done.returncode == 1
+    assert f"{file}" in done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_serve_refuses_a_wrong_setting_by_name():
     done = run("serve", "--pool-bytes", "12")
     assert done.returncode == 1
