@@ -65,9 +65,6 @@ def code_of(call: Callable[[], object]) -> tuple[grpc.StatusCode, str]:
     return caught.value.code(), caught.value.details()
 
 
-# -- match ----------------------------------------------------------------------------------
-
-
 def test_a_stored_prefix_is_matched_with_all_it_has(client, prefix):
     answer = client.put(prefix)
     assert (answer.stored, answer.duplicates, answer.dropped) == (4 + 16 + 1, 0, 0)
@@ -124,9 +121,6 @@ def test_media_at_a_position_end_the_match_there(client, space):
     tokens.extended.add(position=200, value=(1 << 63) + 5)
     request = pb.MatchRequest(namespace=space, tokens=tokens)
     assert client.stub.Match(request, timeout=20).matched_tokens == 200
-
-
-# -- fetch ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("first", "end"), [(0, 1), (1, 2), (63, 65), (255, 257), (700, 999)])
@@ -245,9 +239,6 @@ def test_a_checkpoint_asked_for_at_another_token_is_refused(client, prefix):
     code, details = code_of(lambda: client.fetch(prefix, wanted))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert "the one row before token 1000" in details
-
-
-# -- put ------------------------------------------------------------------------------------
 
 
 def test_a_second_put_is_counted_and_stores_nothing(client, prefix):
@@ -468,9 +459,6 @@ def test_an_object_that_lies_unlisted_in_the_pool_does_not_block_its_name(server
     assert client.fetch(prefix, span_range(KV, 0, 256)).rows == {0: prefix.rows(KV, 0, 256)}
 
 
-# -- leases ---------------------------------------------------------------------------------
-
-
 def test_lookups_without_fetches_pin_nothing(server, client, prefix):
     client.put(prefix)
     for _ in range(1000):
@@ -482,9 +470,6 @@ def test_lookups_without_fetches_pin_nothing(server, client, prefix):
 def test_releasing_a_lease_that_never_was_is_no_error(client):
     for lease_id in (b"", b"x" * 16):
         client.stub.Release(pb.ReleaseRequest(lease_id=lease_id), timeout=20)
-
-
-# -- health, reflection, stats --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["", SERVICE_NAME])
@@ -541,9 +526,6 @@ def test_the_store_describes_itself(server, client, prefix):
     assert (ours.blocks, ours.tokens) == (4, 1000)
     assert (ours.kv_bytes_per_token, ours.hidden_bytes_per_token) == (4 * 32, 2 * 32)
     assert ours.checkpoint_bytes == 6 * 208
-
-
-# -- stores of their own --------------------------------------------------------------------
 
 
 def test_a_small_pool_takes_several_times_its_size_and_keeps_what_was_used_last(space):
