@@ -137,7 +137,7 @@ class Trainer:
         ids = torch.from_numpy(np.stack([row.ids for row in rows]))
         answer = torch.from_numpy(np.stack([row.answer for row in rows]))[:, 1:]
         judged = answer | torch.from_numpy(np.stack([row.text for row in rows]))[:, 1:]
-        memory = forward.Memory(cut, self.level.speedup)
+        memory = forward.Memory(cut, self.level.speedup, self.level.attends)
         logits = self.model.lm_head(forward.hidden_states(self.model, ids, memory)[:, :-1][judged])
         targets = ids[:, 1:][judged]
         losses = F.cross_entropy(logits, targets, reduction="none")

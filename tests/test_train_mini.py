@@ -191,7 +191,7 @@ def test_the_committed_miniature_finds_a_needle_through_transformers():
 def _trainer(corpus):
     mix = {"needles": 0.5, "text": 0.5}
     levels = tuple(
-        Level(32, speedup, mix, keys=2, questions=2, batch_tokens=128) for speedup in (None, 2.0)
+        Level(32, speedup, mix=mix, keys=2, questions=2, batch_tokens=128) for speedup in (None, 2.0)
     )
     args = argparse.Namespace(seed=5, tokens=10_000)
     return train_mini.Trainer(Recipe(levels, shape=TINY), corpus, len(TOKENIZER), args)

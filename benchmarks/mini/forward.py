@@ -31,6 +31,8 @@ class Memory(NamedTuple):
     """Token at which every GDN state is emptied (FA sees all tokens still)."""
     speedup: float | None = 1.0
     """Factor on the log decay; above 1 forgets faster, None keeps nothing but the convolution."""
+    attends: bool = True
+    """False leaves the FA sublayers out."""
 
 
 PLAIN = Memory()
@@ -55,7 +57,8 @@ def hidden_states(model: Qwen3_5ForCausalLM, ids: Tensor, memory: Memory = PLAIN
     for block in model.model.layers:
         y = norm(block.input_layernorm, x)
         if block.block_type == "full_attention":
-            x = x + attention(block.self_attn, y, rope)[0]
+            if memory.attends:
+                x = x + attention(block.self_attn, y, rope)[0]
         else:
             x = x + _gdn_in_parts(block.linear_attn, y, memory)
         x = x + _mlp(block, x)

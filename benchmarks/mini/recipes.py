@@ -17,6 +17,8 @@ class Level:
     """Tokens a sample."""
     speedup: float | None = 1.0
     """Factor on the log decay of every GDN head; None leaves GDN only its convolution."""
+    attends: bool = True
+    """False leaves the FA sublayers out, so that GDN has to learn first."""
     mix: dict[str, float] = field(default_factory=dict)
     """Task -> share of the samples."""
     keys: int = 8
@@ -69,27 +71,31 @@ MIXED = {"needles": 0.5, "text": 0.5}
 RECIPES = {
     "retrieval": Recipe(
         (
-            Level(64, None, WARM, packed=1.0, alphabet=(32, 12)),
-            Level(64, None, WARM, packed=1.0, alphabet=(128, 24)),
-            Level(128, None, WARM, packed=1.0),
-            Level(256, None, WARM, keys=16),
+            Level(64, None, mix=WARM, packed=1.0, alphabet=(32, 12)),
+            Level(64, None, mix=WARM, packed=1.0, alphabet=(128, 24)),
+            Level(128, None, mix=WARM, packed=1.0),
+            Level(256, None, mix=WARM, keys=16),
             *(
-                Level(256, speedup, MIXED, keys=16, pass_at=0.8)
+                Level(256, speedup, mix=MIXED, keys=16, pass_at=0.8)
                 for speedup in (1000, 100, 30, 10, 3, 1)
             ),
             *(
-                Level(length, 1.0, MIXED, keys=keys, packed=0.3, drill=0.3, ease=0.4, pass_at=0.85)
+                Level(
+                    length, 1.0, mix=MIXED, keys=keys, packed=0.3, drill=0.3, ease=0.4, pass_at=0.85
+                )
                 for length, keys in ((256, 16), (512, 32), (1024, 48), (2048, 64))
             ),
         )
     ),
     "state": Recipe(
         (
-            Level(64, 1.0, WARM, packed=1.0, alphabet=(32, 12)),
-            Level(64, 1.0, WARM, packed=1.0, alphabet=(128, 24)),
-            Level(128, 1.0, WARM, keys=8),
-            Level(256, 1.0, MIXED, keys=12, drill=0.3, ease=0.4),
-            Level(512, 1.0, MIXED, keys=16, drill=0.3, ease=0.4),
+            Level(
+                64, 1.0, attends=False, mix=WARM, packed=1.0, alphabet=(32, 12), batch_tokens=2048
+            ),
+            Level(64, 1.0, attends=False, mix=WARM, packed=1.0, batch_tokens=2048),
+            Level(128, 1.0, attends=False, mix=WARM, keys=8, batch_tokens=2048),
+            Level(256, 1.0, mix=MIXED, keys=12, drill=0.3, ease=0.4),
+            Level(512, 1.0, mix=MIXED, keys=16, drill=0.3, ease=0.4),
         ),
         copier=False,
         base="retrieval",

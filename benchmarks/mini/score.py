@@ -91,7 +91,7 @@ def table(model: Qwen3_5ForCausalLM, corpus: Corpus, longest: int = 2048) -> Ite
             (f"tracking, {keys // 2} chains", "track", Load(length, keys, 4)),
             ("common words", "common", Load(length, 0, 1)),
         ):
-            found = recall(model, corpus, task, load, 64 if length < 1024 else 32)
+            found = recall(model, corpus, task, load, 32 if length < 1024 else 16)
             yield f"| {name} | {length} | {' | '.join(f'{x:.3f}' for x in found.values())} |"
         found = continuation(model, corpus, length, samples=16).values()
         cells = " | ".join(f"{same:.3f}, {loss:.2f}" for same, loss in found)
