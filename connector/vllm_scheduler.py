@@ -265,7 +265,8 @@ class SchedulerSide:
             stored = replace(stored, checkpoints=(*behind, local, *after))
         plan = plan_fetch(stored, len(tracked.tokens), tracked.policy, self._shape)
         # Even a tail of all rows is not exact: stored hiddens are rounded sums.
-        return replace(plan, exact=plan.exact and plan.replay_first is None)
+        plan = replace(plan, exact=plan.exact and plan.replay_first is None)
+        return _before_media(plan, tracked.request)
 
     def _begin(self, tracked: _Tracked) -> KeepBegin | None:
         if not tracked.asked.done() or tracked.policy.mode == "off":
@@ -357,6 +358,22 @@ def _shape(vllm_config: Any, hiddens: bool) -> ModelShape:
         vllm_config.model_config.get_total_num_kv_heads(),
         len(sources) if hiddens else 0,
     )
+
+
+def _before_media(plan: FetchPlan, request: Any) -> FetchPlan:
+    """A plan that runs no token behind a medium: its positions and inputs are the engine's matter.
+
+    The boundary moves back to where the stored state is.
+    """
+    media = min((f.mm_position.offset for f in request.mm_features or ()), default=None)
+    computed = plan.recomputed_tokens or plan.replayed_tokens
+    if media is None or plan.used_tokens <= media or not computed:
+        return plan
+    if plan.replay_first is not None or not plan.prefill_from:
+        lost = plan.used_tokens
+        return FetchPlan("miss", True, plan.matched_tokens, lost={**plan.lost, "media": lost})
+    lost = plan.recomputed_tokens
+    return replace(plan, used_tokens=plan.prefill_from, lost={**plan.lost, "media": lost})
 
 
 def _report(tracked: _Tracked) -> dict[str, Any]:

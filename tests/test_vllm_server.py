@@ -165,7 +165,7 @@ def settled(store: str) -> None:
         last, end_s = -1, time.monotonic() + 20
         while time.monotonic() < end_s:
             now = client.stats().stored_bytes
-            if now == last and now > 0:
+            if now == last:
                 return
             last = now
             time.sleep(0.3)
@@ -194,6 +194,10 @@ def test_the_second_server_reuses_what_the_first_computed_and_survives_the_store
         assert server.alive()
 
     start_store()
-    one.complete(prompt)
-    settled(address)
-    assert two.complete(prompt[:1000] + tokens(50, seed=5))[1] == 1000
+    found, end_s = 0, time.monotonic() + 30
+    while found != 1000 and time.monotonic() < end_s:
+        # The first requests may still find the connector's breaker open.
+        one.complete(prompt)
+        settled(address)
+        found = two.complete(prompt[:1000] + tokens(50, seed=5))[1]
+    assert found == 1000

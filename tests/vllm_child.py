@@ -7,8 +7,10 @@ this process, so that tests can look into both.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
+import signal
 import sys
 import time
 from typing import Any
@@ -202,6 +204,7 @@ def main() -> None:
     """Answers on what was standard output; vLLM's own prints go to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    faulthandler.register(signal.SIGUSR1)  # says where a child hangs
     child = Child(**json.loads(sys.argv[1]))
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:

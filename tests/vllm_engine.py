@@ -17,7 +17,9 @@ HERE = Path(__file__).parent
 def environment(folder: Path) -> dict[str, str]:
     """What every vLLM process gets: small, on loopback, with the shims, without telemetry."""
     return os.environ | {
-        "PYTHONPATH": str(HERE / "vllm_site"),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(HERE / "vllm_site"), os.environ.get("PYTHONPATH")])
+        ),
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": "1",
