@@ -664,6 +664,81 @@ class PutResponse(_message.Message):
 Global___PutResponse: _TypeAlias = PutResponse  # noqa: Y015
 
 @_typing.final
+class PutPlan(_message.Message):
+    """What a client wants to store over the data lane: all objects are announced before any byte goes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEGIN_FIELD_NUMBER: _builtins.int
+    OBJECTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def begin(self) -> Global___PutBegin: ...
+    @_builtins.property
+    def objects(self) -> _containers.RepeatedCompositeFieldContainer[Global___PutObject]: ...
+    def __init__(
+        self,
+        *,
+        begin: Global___PutBegin | None = ...,
+        objects: _abc.Iterable[Global___PutObject] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "objects", b"objects"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutPlan: _TypeAlias = PutPlan  # noqa: Y015
+
+@_typing.final
+class OpenLaneRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenLaneRequest: _TypeAlias = OpenLaneRequest  # noqa: Y015
+
+@_typing.final
+class OpenLaneResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    TICKET_S_FIELD_NUMBER: _builtins.int
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    SEGMENT_BYTES_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """unix:///path, or host:port where an empty host is the one that gRPC was reached at."""
+    ticket: _builtins.bytes
+    """32 bytes; opens one connection, within `ticket_s` seconds."""
+    ticket_s: _builtins.float
+    segment: _builtins.str
+    """File of the shared segment that holds the CPU tier, for processes of the same machine."""
+    segment_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        ticket: _builtins.bytes = ...,
+        ticket_s: _builtins.float = ...,
+        segment: _builtins.str = ...,
+        segment_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "segment", b"segment", "segment_bytes", b"segment_bytes", "ticket", b"ticket", "ticket_s", b"ticket_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenLaneResponse: _TypeAlias = OpenLaneResponse  # noqa: Y015
+
+@_typing.final
 class ReleaseRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

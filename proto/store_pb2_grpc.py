@@ -49,6 +49,11 @@ class StoreStub(object):
                 request_serializer=tailreplay_dot_proto_dot_store__pb2.PutFrame.SerializeToString,
                 response_deserializer=tailreplay_dot_proto_dot_store__pb2.PutResponse.FromString,
                 _registered_method=True)
+        self.OpenLane = channel.unary_unary(
+                '/tailreplay.store.v1.Store/OpenLane',
+                request_serializer=tailreplay_dot_proto_dot_store__pb2.OpenLaneRequest.SerializeToString,
+                response_deserializer=tailreplay_dot_proto_dot_store__pb2.OpenLaneResponse.FromString,
+                _registered_method=True)
         self.Release = channel.unary_unary(
                 '/tailreplay.store.v1.Store/Release',
                 request_serializer=tailreplay_dot_proto_dot_store__pb2.ReleaseRequest.SerializeToString,
@@ -94,6 +99,15 @@ class StoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenLane(self, request, context):
+        """Opens the data lane: a plain stream socket that carries the same requests as Fetch and Put
+        without a copy into messages, and between processes of one machine without sending payload
+        at all. UNAVAILABLE where the store has none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Release(self, request, context):
         """Ends a lease early. Releasing a lease that is unknown or already over is no error.
         """
@@ -132,6 +146,11 @@ def add_StoreServicer_to_server(servicer, server):
                     servicer.Put,
                     request_deserializer=tailreplay_dot_proto_dot_store__pb2.PutFrame.FromString,
                     response_serializer=tailreplay_dot_proto_dot_store__pb2.PutResponse.SerializeToString,
+            ),
+            'OpenLane': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenLane,
+                    request_deserializer=tailreplay_dot_proto_dot_store__pb2.OpenLaneRequest.FromString,
+                    response_serializer=tailreplay_dot_proto_dot_store__pb2.OpenLaneResponse.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
@@ -230,6 +249,33 @@ class Store(object):
             '/tailreplay.store.v1.Store/Put',
             tailreplay_dot_proto_dot_store__pb2.PutFrame.SerializeToString,
             tailreplay_dot_proto_dot_store__pb2.PutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenLane(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tailreplay.store.v1.Store/OpenLane',
+            tailreplay_dot_proto_dot_store__pb2.OpenLaneRequest.SerializeToString,
+            tailreplay_dot_proto_dot_store__pb2.OpenLaneResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -50,6 +50,11 @@ class StoreStub:
     Acknowledged when all accepted objects are in the CPU tier; Stats.redis_pending_bytes says
     what is still on its way to Redis.
     """
+    OpenLane: _grpc.UnaryUnaryMultiCallable[_store_pb2.OpenLaneRequest, _store_pb2.OpenLaneResponse]
+    """Opens the data lane: a plain stream socket that carries the same requests as Fetch and Put
+    without a copy into messages, and between processes of one machine without sending payload
+    at all. UNAVAILABLE where the store has none.
+    """
     Release: _grpc.UnaryUnaryMultiCallable[_store_pb2.ReleaseRequest, _store_pb2.ReleaseResponse]
     """Ends a lease early. Releasing a lease that is unknown or already over is no error."""
     Stats: _grpc.UnaryUnaryMultiCallable[_store_pb2.StatsRequest, _store_pb2.StatsResponse]
@@ -72,6 +77,11 @@ class StoreAsyncStub(StoreStub):
     """Stores objects of one prefix: one `begin`, then each object followed by its bytes.
     Acknowledged when all accepted objects are in the CPU tier; Stats.redis_pending_bytes says
     what is still on its way to Redis.
+    """
+    OpenLane: _aio.UnaryUnaryMultiCallable[_store_pb2.OpenLaneRequest, _store_pb2.OpenLaneResponse]  # type: ignore[assignment]
+    """Opens the data lane: a plain stream socket that carries the same requests as Fetch and Put
+    without a copy into messages, and between processes of one machine without sending payload
+    at all. UNAVAILABLE where the store has none.
     """
     Release: _aio.UnaryUnaryMultiCallable[_store_pb2.ReleaseRequest, _store_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Ends a lease early. Releasing a lease that is unknown or already over is no error."""
@@ -110,6 +120,17 @@ class StoreServicer(metaclass=_abc_1.ABCMeta):
         """Stores objects of one prefix: one `begin`, then each object followed by its bytes.
         Acknowledged when all accepted objects are in the CPU tier; Stats.redis_pending_bytes says
         what is still on its way to Redis.
+        """
+
+    @_abc_1.abstractmethod
+    def OpenLane(
+        self,
+        request: _store_pb2.OpenLaneRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.OpenLaneResponse, _abc.Awaitable[_store_pb2.OpenLaneResponse]]:
+        """Opens the data lane: a plain stream socket that carries the same requests as Fetch and Put
+        without a copy into messages, and between processes of one machine without sending payload
+        at all. UNAVAILABLE where the store has none.
         """
 
     @_abc_1.abstractmethod
