@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import grpc
 
 from tailreplay.connector.breaker import Breaker
+from tailreplay.connector.lane import Lanes, LaneStream
+from tailreplay.connector.step import Step, step_of
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.proto import store_pb2_grpc as rpc
 from tailreplay.store.errors import StoreUnavailable, TailReplayError, from_rpc_error
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from tailreplay.store.tokens import ExtendedTokens
+
+    Parts: TypeAlias = Sequence[bytes | memoryview]
 
 logger = logging.getLogger(__name__)
 
@@ -38,16 +42,22 @@ class NotAsked(StoreUnavailable):
 class ObjectBytes:
     """One object on its way to the store.
 
-    Attributes:
+    Args:
         announce: what it is.
-        parts: its bytes in order, header first; only read while it is sent.
+        parts: its bytes in order, header first, or what gives them: called when the store wants
+            the object, at most once. Only read while it is sent.
     """
 
-    __slots__ = ("announce", "parts")
+    __slots__ = ("_parts", "announce")
 
-    def __init__(self, announce: pb.PutObject, parts: Sequence[bytes | memoryview]) -> None:
+    def __init__(self, announce: pb.PutObject, parts: Parts | Callable[[], Parts]) -> None:
         self.announce = announce
-        self.parts = parts
+        self._parts = parts
+
+    @property
+    def parts(self) -> Parts:
+        """Its bytes in order."""
+        return self._parts() if callable(self._parts) else self._parts
 
 
 class StoreClient:
@@ -57,6 +67,7 @@ class StoreClient:
         address: unix:///path/to.sock or host:port.
         match_timeout_s: deadline of Match, unless a call says otherwise.
         call_timeout_s: deadline of other unary calls.
+        lanes: whether payload goes over data lanes where the store has them, else gRPC alone.
         clock: seconds that only grow, for the breaker.
     """
 
@@ -66,6 +77,7 @@ class StoreClient:
         *,
         match_timeout_s: float = 0.25,
         call_timeout_s: float = 5.0,
+        lanes: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address = address
@@ -81,13 +93,14 @@ class StoreClient:
                 ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
                 # A store that comes back is found by the next lookup, within its deadline.
                 ("grpc.initial_reconnect_backoff_ms", 50),
-                ("grpc.min_reconnect_backoff_ms", 100),
+                ("grpc.min_reconnect_backoff_ms", 1000),
                 ("grpc.max_reconnect_backoff_ms", 200),
                 # Proxies are for the outside; a store is on this machine or in this cluster.
                 ("grpc.enable_http_proxy", 0),
             ],
         )
         self._stub = rpc.StoreStub(self._channel)
+        self._lanes = Lanes(address, self._open_lane if lanes else None)
 
     def __enter__(self) -> StoreClient:
         return self
@@ -108,6 +121,10 @@ class StoreClient:
         except grpc.FutureTimeoutError:
             ready.cancel()
             return False
+        # Opened now, so that no fetch waits for it.
+        lane = self._lanes.take()
+        if lane is not None:
+            self._lanes.give_back(lane)
         return True
 
     def match(
@@ -133,14 +150,17 @@ class StoreClient:
 
     def fetch(
         self, namespace: bytes, leaf: bytes, ranges: Iterable[pb.Range], *, timeout_s: float
-    ) -> FetchStream:
-        """Starts a Fetch; errors come out of the stream.
+    ) -> FetchStream | LaneStream:
+        """Starts a Fetch, over a data lane where the store has one; errors come out of the stream.
 
         Raises:
             StoreUnavailable: the breaker is open.
         """
         self._check(self._stream_breaker)
         request = pb.FetchRequest(namespace=namespace, leaf=leaf, ranges=ranges)
+        stream = self._lanes.fetch(request, self._stream_breaker, timeout_s)
+        if stream is not None:
+            return stream
         call = self._stub.Fetch(request, timeout=timeout_s)
         return FetchStream(call, self._stream_breaker, self.address)
 
@@ -158,8 +178,15 @@ class StoreClient:
             StoreUnavailable: it is absent or slow, or the breaker is open.
             InvalidRequest, GeometryMismatch, IntegrityError, LimitExceeded: it refuses an object.
         """
-        frames = _put_frames(namespace, tokens, objects)
-        return self._call(lambda: self._stub.Put(frames, timeout=timeout_s))
+        self._check(self._breaker)
+        begin = pb.PutBegin(namespace=namespace, tokens=to_wire(tokens))
+        offered = list(objects)
+        answer = self._lanes.put(begin, offered, timeout_s)
+        if answer is not None:
+            self._breaker.succeeded()
+            return answer
+        frames = _put_frames(begin, offered)
+        return self._try(lambda: self._stub.Put(frames, timeout=timeout_s))
 
     def release(self, lease_id: bytes) -> None:
         """Ends a lease early.
@@ -189,7 +216,11 @@ class StoreClient:
 
     def close(self) -> None:
         """Ends every call and the connection."""
+        self._lanes.close()
         self._channel.close()
+
+    def _open_lane(self) -> pb.OpenLaneResponse:
+        return self._stub.OpenLane(pb.OpenLaneRequest(), timeout=self._match_timeout_s)
 
     def _check(self, breaker: Breaker) -> None:
         if not breaker.allows():
@@ -197,6 +228,9 @@ class StoreClient:
 
     def _call(self, call: Callable[[], T]) -> T:
         self._check(self._breaker)
+        return self._try(call)
+
+    def _try(self, call: Callable[[], T]) -> T:
         try:
             answer = call()
         except grpc.RpcError as error:
@@ -206,7 +240,7 @@ class StoreClient:
 
 
 class FetchStream:
-    """Frames of one Fetch, in order. One thread iterates; any thread may cancel."""
+    """Steps of one Fetch through gRPC, in order. One thread iterates; any thread may cancel."""
 
     def __init__(
         self, call: grpc._CallIterator[pb.FetchFrame], breaker: Breaker, address: str
@@ -215,14 +249,14 @@ class FetchStream:
         self._breaker = breaker
         self._address = address
 
-    def __iter__(self) -> Iterator[pb.FetchFrame]:
-        """The frames.
+    def __iter__(self) -> Iterator[Step]:
+        """The steps.
 
         Raises:
             TailReplayError: the stream broke; what came before is good.
         """
         try:
-            yield from self._call
+            yield from map(step_of, self._call)
         except grpc.RpcError as error:
             raise _noted(self._breaker, error, self._address) from error
         self._breaker.succeeded()
@@ -254,10 +288,8 @@ def _noted(breaker: Breaker, error: grpc.RpcError, address: str) -> TailReplayEr
     return ours
 
 
-def _put_frames(
-    namespace: bytes, tokens: ExtendedTokens, objects: Iterable[ObjectBytes]
-) -> Iterator[pb.PutFrame]:
-    yield pb.PutFrame(begin=pb.PutBegin(namespace=namespace, tokens=to_wire(tokens)))
+def _put_frames(begin: pb.PutBegin, objects: Iterable[ObjectBytes]) -> Iterator[pb.PutFrame]:
+    yield pb.PutFrame(begin=begin)
     for item in objects:
         yield pb.PutFrame(object=item.announce)
         for part in item.parts:

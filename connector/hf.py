@@ -8,6 +8,7 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,13 +33,13 @@ from tailreplay.connector.report import Report
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.chain import PrefixChain
 from tailreplay.store.errors import InvalidRequest, StoreUnavailable, TailReplayError
-from tailreplay.store.header import Header, build_object
+from tailreplay.store.header import Header, build_object, object_bytes
 from tailreplay.store.namespace import NamespaceFields
 from tailreplay.store.objects import Kind, ObjectName
 from tailreplay.store.tokens import extended_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
     from torch import Tensor
@@ -289,35 +290,40 @@ class HybridEngine:
     def _objects(
         self, done: Prefilled, stored: StoredPrefix, prompt: _Prompt
     ) -> Iterator[ObjectBytes]:
-        """What the store lacks, packed one by one as it is sent."""
+        """What the store lacks; each is packed when it is sent."""
         wanted = plan_put(stored, len(prompt.tokens), done.hidden_from)
         for kind, first, end in wanted:
             if kind is Kind.KV:
-                payload = self._codec.pack_kv(done.kv, first, end)
+                pack = partial(self._codec.pack_kv, done.kv, first, end)
             elif done.hidden:
                 start = done.hidden_from
-                payload = self._codec.pack_hidden(done.hidden, first - start, end - start)
+                pack = partial(self._codec.pack_hidden, done.hidden, first - start, end - start)
             else:
                 continue
-            yield self._object(prompt.chain, kind, first, end, payload)
+            yield self._object(prompt.chain, kind, first, end, pack)
         known = {checkpoint.token for checkpoint in stored.checkpoints}
         for token in sorted(done.states.keys() - known):
-            payload = self._codec.pack_checkpoint(done.states[token])
-            yield self._object(prompt.chain, Kind.CHECKPOINT, token - 1, token, payload)
+            pack = partial(self._codec.pack_checkpoint, done.states[token])
+            yield self._object(prompt.chain, Kind.CHECKPOINT, token - 1, token, pack)
 
     def _object(
-        self, chain: PrefixChain, kind: Kind, first: int, end: int, payload: memoryview
+        self,
+        chain: PrefixChain,
+        kind: Kind,
+        first: int,
+        end: int,
+        pack: Callable[[], memoryview],
     ) -> ObjectBytes:
+        geometry, rows = self._codec.geometry[kind], end - first
         name = ObjectName(self.namespace, kind, chain.prefix_hash(end))
-        header = Header(name, self._codec.geometry[kind], first, end - first, ())
-        head, body = build_object(header, payload)
         announce = pb.PutObject(
             kind=pb.Kind.ValueType(kind),
             first_token=first,
             end_token=end,
-            size_bytes=len(head) + len(body),
+            size_bytes=object_bytes(geometry, rows),
         )
-        return ObjectBytes(announce, (head, body))
+        header = Header(name, geometry, first, rows, ())
+        return ObjectBytes(announce, lambda: build_object(header, pack()))
 
     def _checked(self, token_ids: Sequence[int], max_new_tokens: int) -> ExtendedTokens:
         tokens = extended_tokens(token_ids)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tailreplay.proto import store_pb2 as pb
-from tailreplay.store.checksum import crc32c
 from tailreplay.store.errors import (
     GeometryMismatch,
     IntegrityError,
     InvalidRequest,
     TailReplayError,
 )
+from tailreplay.store.lane_wire import LaneRecord, RecordKind
 from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Kind
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from tailreplay.connector.client import FetchStream
+    from tailreplay.connector.lane import LaneStream
+    from tailreplay.connector.step import Step
     from tailreplay.store.chain import PrefixChain
     from tailreplay.store.geometry import Geometry
 
@@ -76,7 +78,7 @@ class Load:
         self._came = [np.zeros(buffer.shape[:2], bool) for buffer in self.buffers]
         # Guarded by _changed: what has come so far.
         self._changed = threading.Condition()
-        self._stream: FetchStream | None = None
+        self._stream: FetchStream | LaneStream | None = None
         self._cancelled = False
         self._done = [False] * len(ranges)
         self._failed: dict[int, LoadFailed] = {}
@@ -84,7 +86,7 @@ class Load:
         self._frames = 0
         self._bytes: dict[tuple[str, Kind], int] = {}
 
-    def run(self, stream: FetchStream) -> None:
+    def run(self, stream: FetchStream | LaneStream) -> None:
         """Reads the stream to its end; called once, on a thread of its own. Never raises."""
         with self._changed:
             self._stream = stream
@@ -93,8 +95,8 @@ class Load:
             stream.cancel()
         over = LoadFailed("evicted", "the stream ended before the range was complete")
         try:
-            for frame in stream:
-                self._take(frame)
+            for step in stream:
+                self._take(step)
         except (IntegrityError, InvalidRequest, GeometryMismatch) as error:
             # A range that the store finds invalid is one of another shape than its objects.
             over = LoadFailed("integrity", str(error))
@@ -146,48 +148,47 @@ class Load:
     def _settled(self, number: int) -> bool:
         return self._done[number] or number in self._failed or self._over is not None
 
-    def _take(self, frame: pb.FetchFrame) -> None:
-        kind = frame.WhichOneof("frame")
-        if kind == "rows":
-            self._take_rows(frame.rows)
-        elif kind == "missing":
-            reason = _REASONS.get(frame.missing.reason, "evicted")
-            failure = LoadFailed(reason, f"the store has no rows from {frame.missing.first_token}")
+    def _take(self, step: Step) -> None:
+        record = step.record
+        if record.kind is RecordKind.ROWS and step.fill is not None:
+            self._take_rows(record, step.fill)
+        elif record.kind is RecordKind.MISSING:
+            reason = _REASONS.get(pb.MissReason.ValueType(record.code), "evicted")
+            failure = LoadFailed(reason, f"the store has no rows from {record.first_token}")
             with self._changed:
-                self._failed[self._number(frame.missing.range)] = failure
-        elif kind == "range_end":
-            self._end(self._number(frame.range_end.range))
+                self._failed[self._number(record.number)] = failure
+        elif record.kind is RecordKind.RANGE_END:
+            self._end(self._number(record.number))
         with self._changed:
             self._frames += 1
             self._changed.notify_all()
 
-    def _take_rows(self, rows: pb.Rows) -> None:
+    def _take_rows(self, rows: LaneRecord, fill: Callable[[npt.NDArray[np.uint8]], None]) -> None:
         wanted, buffer = self._check_rows(rows)
         unit, row = rows.first_unit - wanted.first_unit, rows.first_token - wanted.first_token
         here = np.s_[unit : unit + rows.units, row : row + rows.rows]
-        came = self._came[rows.range]
+        came = self._came[rows.number]
         if came[here].any():
             raise IntegrityError(f"rows from {rows.first_token} come twice")
         first = not came.any()
-        buffer[here] = np.frombuffer(rows.data, "u1").reshape(rows.units, rows.rows, rows.row_bytes)
+        fill(buffer[here])
         came[here] = True
         tier = "redis" if rows.tier == pb.TIER_REDIS else "cpu"
         with self._changed:
             key = (tier, Kind(wanted.kind))
-            self._bytes[key] = self._bytes.get(key, 0) + len(rows.data)
+            size = rows.units * rows.rows * rows.row_bytes
+            self._bytes[key] = self._bytes.get(key, 0) + size
         if first:
             self._on_event("first_rows", wanted)
 
-    def _check_rows(self, rows: pb.Rows) -> tuple[pb.Range, npt.NDArray[np.uint8]]:
-        """Refuses rows that are damaged, of another shape, or of another prefix."""
-        number = self._number(rows.range)
+    def _check_rows(self, rows: LaneRecord) -> tuple[pb.Range, npt.NDArray[np.uint8]]:
+        """Refuses rows of another shape or of another prefix."""
+        number = self._number(rows.number)
         wanted, buffer = self._ranges[number], self.buffers[number]
-        row_bytes = buffer.shape[2]
-        fits = len(rows.data) == rows.units * rows.rows * row_bytes > 0
-        if rows.row_bytes != row_bytes or not fits:
+        if rows.row_bytes != buffer.shape[2] or not rows.units or not rows.rows:
             raise IntegrityError(
-                f"{rows.units} units of {rows.rows} rows of {rows.row_bytes} bytes in "
-                f"{len(rows.data)} bytes, wanted rows of {row_bytes} bytes"
+                f"{rows.units} units of {rows.rows} rows of {rows.row_bytes} bytes, wanted rows "
+                f"of {buffer.shape[2]} bytes"
             )
         inside = (
             wanted.first_unit <= rows.first_unit
@@ -197,12 +198,10 @@ class Load:
         )
         if not inside:
             raise IntegrityError(f"rows from {rows.first_token} lie outside their range")
-        if crc32c(rows.data) != rows.crc32c:
-            raise IntegrityError(f"rows from {rows.first_token} are damaged")
         self._check_name(rows, wanted)
         return wanted, buffer
 
-    def _check_name(self, rows: pb.Rows, wanted: pb.Range) -> None:
+    def _check_name(self, rows: LaneRecord, wanted: pb.Range) -> None:
         """Objects that lie whole within the prompt must bear the name its tokens give.
 
         Of the block in which the match ends only the store knows the rest; its rows rest on the

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import google_crc32c
 import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 def crc32c(data: bytes | bytearray | memoryview) -> int:
@@ -12,3 +17,11 @@ def crc32c(data: bytes | bytearray | memoryview) -> int:
         return int(google_crc32c.value(data))
     # The C function refuses writable memoryviews but takes an array over the same memory.
     return int(google_crc32c.value(np.frombuffer(data, np.uint8)))
+
+
+def crc32c_of(parts: Iterable[memoryview]) -> int:
+    """Checksum of buffers as if they were joined."""
+    crc = 0
+    for part in parts:
+        crc = int(google_crc32c.extend(crc, np.frombuffer(part, np.uint8)))
+    return crc

@@ -70,6 +70,9 @@ class StoreConfig(BaseSettings):
     max_object_bytes: Annotated[
         int, Field(ge=MIB, description="largest object a client may put, bytes")
     ] = 512 * MIB
+    max_lanes: Annotated[
+        int, Field(ge=0, description="open data lanes; 0 = payload goes through gRPC alone")
+    ] = 64
     max_workers: Annotated[
         int, Field(ge=2, description="threads that serve RPCs; each Fetch and Put holds one")
     ] = 32

@@ -17,15 +17,16 @@ from tailreplay.store.catalog import Catalog
 from tailreplay.store.chain import DIGEST_BYTES, digest_key, running_digests
 from tailreplay.store.config import PAYLOAD_TTL_S
 from tailreplay.store.errors import InvalidRequest, StoreUnavailable
+from tailreplay.store.lane_wire import LaneRecord, RecordKind
 from tailreplay.store.leases import Leases
 from tailreplay.store.manifest import Manifests
 from tailreplay.store.objects import Kind
-from tailreplay.store.reader import Reader
+from tailreplay.store.reader import Frame, Reader
 from tailreplay.store.tiers import Tiers
-from tailreplay.store.writer import Writer
+from tailreplay.store.writer import PutSession, Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Generator, Iterable, Iterator
 
     from tailreplay.store.config import StoreConfig
     from tailreplay.store.index import Match, Record
@@ -110,26 +111,28 @@ class Store:
         )
 
     def fetch(
-        self, request: pb.FetchRequest, cancel: Callable[[], object]
-    ) -> Iterator[pb.FetchFrame]:
+        self, request: pb.FetchRequest, cancel: Callable[[], object], *, placed: bool = False
+    ) -> Generator[Frame, None, None]:
         """Rows of stored objects, under a lease that ends with the iterator.
 
         Args:
             request: what is wanted.
             cancel: ends the stream if its reader stalls.
+            placed: whether the reader copies rows out of shared memory itself, and says at each
+                end of a window that it has.
 
         Raises:
             InvalidRequest: the namespace or a range is malformed.
         """
         _check_namespace(request.namespace)
         lease = self.leases.grant(cancel)
+        window_bytes = self._reader.placed_window_bytes if placed else None
         try:
             stall_limit_ms = int(self.leases.stall_limit_s * 1000)
-            yield pb.FetchFrame(
-                lease=pb.LeaseGranted(lease_id=lease.lease_id, stall_limit_ms=stall_limit_ms)
-            )
+            granted = LaneRecord(RecordKind.LEASE, offset=stall_limit_ms)
+            yield Frame(granted, (memoryview(lease.lease_id),))
             self.leases.rest(lease)
-            with closing(self._reader.frames(request)) as frames:
+            with closing(self._reader.frames(request, window_bytes)) as frames:
                 for frame in frames:
                     if not self.leases.renew(lease):
                         return
@@ -141,6 +144,11 @@ class Store:
     def put(self, frames: Iterator[pb.PutFrame]) -> pb.PutResponse:
         """Stores a stream of objects; as `Writer.put`."""
         return self._writer.put(_checked(frames))
+
+    def open_put(self, begin: pb.PutBegin) -> PutSession:
+        """Starts storing objects of one prefix; as `Writer.open`."""
+        _check_namespace(begin.namespace)
+        return self._writer.open(begin)
 
     def stats(self) -> pb.StatsResponse:
         """Counters and sizes, as of now."""

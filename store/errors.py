@@ -62,6 +62,12 @@ _BY_CODE: Mapping[grpc.StatusCode, type[TailReplayError]] = {
 }
 
 
+def from_status(code: int, text: str) -> TailReplayError:
+    """The tree's error for a status number; numbers it does not have become StoreUnavailable."""
+    by_number = {status.value[0]: error for status, error in _BY_CODE.items()}
+    return by_number.get(code, StoreUnavailable)(text)
+
+
 def from_rpc_error(error: grpc.RpcError, address: str) -> TailReplayError:
     """The tree's error for a failed RPC; codes the tree does not have become StoreUnavailable."""
     code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.catalog import records_on
-from tailreplay.store.checksum import crc32c
 from tailreplay.store.errors import IntegrityError, InvalidRequest
 from tailreplay.store.header import Header, parse_header
+from tailreplay.store.lane_wire import LaneRecord, RecordKind
 from tailreplay.store.objects import Kind, ObjectName
 from tailreplay.store.pin_budget import PinBudget
 
@@ -29,6 +29,24 @@ MAX_FRAME_BYTES = 2 << 20
 """Most payload in one frame, bytes; far below gRPC's message limit of 16 MiB."""
 
 _MAX_WINDOW_OBJECTS = 256
+_PLACED_SHARE = 4
+
+
+class Frame(NamedTuple):
+    """One step of an answer, before it is put on a wire.
+
+    Attributes:
+        record: what it says; rows carry no checksum yet.
+        parts: the payload of rows, in pool memory, valid until the next frame is asked for.
+    """
+
+    record: LaneRecord
+    parts: tuple[memoryview, ...] = ()
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of payload."""
+        return sum(map(len, self.parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +86,24 @@ class Reader:
         self._catalog = catalog
         self._tiers = tiers
         self._window_bytes = min(window_bytes, leased_bytes)
+        self._leased_bytes = leased_bytes
         self._budget = PinBudget(leased_bytes)
         self._timeout_s = timeout_s
         self._before_rows = before_rows
 
-    def frames(self, request: pb.FetchRequest) -> Generator[pb.FetchFrame, None, None]:
-        """Frames that answer a request, after the lease frame.
+    @property
+    def placed_window_bytes(self) -> int:
+        """Bytes to pin at a time where rows are placed in shared memory: fewer, longer waits."""
+        return max(self._window_bytes, self._leased_bytes // _PLACED_SHARE)
+
+    def frames(
+        self, request: pb.FetchRequest, window_bytes: int | None = None
+    ) -> Generator[Frame, None, None]:
+        """Frames that answer a request: rows, missing rows, ends of ranges and of windows.
+
+        Args:
+            request: what is wanted.
+            window_bytes: bytes of objects to pin at a time, in place of the reader's.
 
         Raises:
             InvalidRequest: a range is empty, backwards or of no kind.
@@ -84,7 +114,7 @@ class Reader:
             pieces += self._pieces(request.namespace, path, number, wanted)
         dead: set[int] = set()
         try:
-            for window in _windows(pieces, self._window_bytes):
+            for window in _windows(pieces, window_bytes or self._window_bytes):
                 yield from self._send_window(window, dead)
         finally:
             self._catalog.used(_used(path, pieces))
@@ -123,7 +153,7 @@ class Reader:
             )
         return _Piece(number, wanted, record, first, end, last=True)
 
-    def _send_window(self, window: Sequence[_Piece], dead: set[int]) -> Iterator[pb.FetchFrame]:
+    def _send_window(self, window: Sequence[_Piece], dead: set[int]) -> Iterator[Frame]:
         live = [p for p in window if p.number not in dead]
         records = {p.record.name: p.record for p in live if p.record is not None}
         with self._budget.hold(sum(r.size for r in records.values()), self._timeout_s) as granted:
@@ -137,7 +167,7 @@ class Reader:
 
     def _send_pinned(
         self, live: Sequence[_Piece], records: Sequence[Record], dead: set[int]
-    ) -> Iterator[pb.FetchFrame]:
+    ) -> Iterator[Frame]:
         pinned, reasons = self._pin(records, urgent=any(p.wanted.kind != pb.KIND_KV for p in live))
         headers: dict[ObjectName, Header] = {}
         try:
@@ -151,7 +181,8 @@ class Reader:
                     dead.add(piece.number)
                     yield _missing(piece, why)
                 elif piece.last:
-                    yield pb.FetchFrame(range_end=pb.RangeEnd(range=piece.number))
+                    yield Frame(LaneRecord(RecordKind.RANGE_END, piece.number))
+            yield Frame(LaneRecord(RecordKind.BARRIER))
         finally:
             self._tiers.unpin(pinned.values())
 
@@ -198,7 +229,7 @@ class Reader:
         pinned: dict[ObjectName, Pinned],
         headers: dict[ObjectName, Header],
         reasons: dict[ObjectName, Reason],
-    ) -> Generator[pb.FetchFrame, None, Reason]:
+    ) -> Generator[Frame, None, Reason]:
         """Sends one piece's rows; returns why it could not, or 0."""
         record = piece.record
         held = pinned.get(record.name) if record is not None else None
@@ -218,7 +249,7 @@ class Reader:
                 reasons[record.name] = pb.MISS_REASON_INTEGRITY
                 return pb.MISS_REASON_INTEGRITY
         for frame in _rows(piece, record, held, header):
-            self._catalog.count("served_bytes", len(frame.rows.data))
+            self._catalog.count("served_bytes", frame.payload_bytes)
             yield frame
         return pb.MISS_REASON_UNSPECIFIED
 
@@ -276,13 +307,13 @@ def _header_of(data: memoryview, record: Record) -> Header:
     return header
 
 
-def _rows(piece: _Piece, record: Record, held: Pinned, header: Header) -> Iterator[pb.FetchFrame]:
+def _rows(piece: _Piece, record: Record, held: Pinned, header: Header) -> Iterator[Frame]:
     """Frames with a piece's rows, unit-major, each at most MAX_FRAME_BYTES unless one unit is more.
 
     Rows that were not asked for never leave the store, so a reader of a shared prefix sees nothing
     of the sibling whose block it shares.
     """
-    row_bytes, unit_rows = header.geometry.row_bytes, header.rows
+    row_bytes = header.geometry.row_bytes
     first_unit = piece.wanted.first_unit
     end_unit = first_unit + (piece.wanted.units or header.geometry.units - first_unit)
     if not 0 <= first_unit < end_unit <= header.geometry.units:
@@ -290,34 +321,40 @@ def _rows(piece: _Piece, record: Record, held: Pinned, header: Header) -> Iterat
             f"range {piece.number} wants units [{first_unit}, {end_unit}) of "
             f"{header.geometry.units}"
         )
-    skip = (piece.first - record.first_token) * row_bytes
+    stride = header.rows * row_bytes
+    first = header.header_bytes + (piece.first - record.first_token) * row_bytes
     size = (piece.end - piece.first) * row_bytes
     step = max(1, MAX_FRAME_BYTES // size)
     for unit in range(first_unit, end_unit, step):
         units = min(step, end_unit - unit)
-        starts = (
-            header.header_bytes + u * unit_rows * row_bytes + skip
-            for u in range(unit, unit + units)
-        )
-        data = b"".join(held.data[start : start + size] for start in starts)
-        rows = pb.Rows(
-            range=piece.number,
+        start = first + unit * stride
+        rows = LaneRecord(
+            RecordKind.ROWS,
+            piece.number,
+            tier=pb.TIER_CPU if held.source == "cpu" else pb.TIER_REDIS,
             first_unit=unit,
             units=units,
             first_token=piece.first,
             rows=piece.end - piece.first,
-            data=data,
-            crc32c=crc32c(data),
-            tier=pb.TIER_CPU if held.source == "cpu" else pb.TIER_REDIS,
             row_bytes=row_bytes,
+            offset=held.pool_offset + start,
+            stride=stride,
             prefix_hash=record.name.prefix_hash,
         )
-        yield pb.FetchFrame(rows=rows)
+        ends = start + (units - 1) * stride + size
+        if size == stride:
+            yield Frame(rows, (held.data[start:ends],))
+            continue
+        yield Frame(rows, tuple(held.data[at : at + size] for at in range(start, ends, stride)))
 
 
-def _missing(piece: _Piece, reason: Reason) -> pb.FetchFrame:
-    return pb.FetchFrame(
-        missing=pb.Missing(
-            range=piece.number, first_token=piece.first, end_token=piece.end, reason=reason
+def _missing(piece: _Piece, reason: Reason) -> Frame:
+    return Frame(
+        LaneRecord(
+            RecordKind.MISSING,
+            piece.number,
+            code=reason,
+            first_token=piece.first,
+            rows=piece.end - piece.first,
         )
     )

@@ -18,6 +18,7 @@ from tailreplay.proto import store_pb2_grpc as rpc
 from tailreplay.store.config import StoreConfig
 from tailreplay.store.core import Store, prepare_socket
 from tailreplay.store.errors import StoreUnavailable
+from tailreplay.store.lane import Lane
 from tailreplay.store.service import StoreService
 
 if TYPE_CHECKING:
@@ -55,9 +56,12 @@ class StoreServer:
         self, config: StoreConfig, *, before_rows: Callable[[Kind], None] | None = None
     ) -> None:
         self.store = Store(config, before_rows=before_rows)
+        self._lane: Lane | None = None
         try:
             self._server, self.address = self._listen(config)
         except BaseException:
+            if self._lane is not None:
+                self._lane.close()
             self.store.close()
             raise
         self._server.start()
@@ -79,7 +83,10 @@ class StoreServer:
                 ("grpc.so_reuseport", 0),
             ],
         )
-        rpc.add_StoreServicer_to_server(StoreService(self.store), server)
+        prepare_socket(config.listen)
+        if config.max_lanes:
+            self._lane = self._open_lane(config)
+        rpc.add_StoreServicer_to_server(StoreService(self.store, self._lane), server)
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         for name in ("", SERVICE_NAME):
@@ -87,7 +94,6 @@ class StoreServer:
         reflection.enable_server_reflection(
             [SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME], server
         )
-        prepare_socket(config.listen)
         try:
             port = server.add_insecure_port(config.listen)
         except RuntimeError as error:
@@ -95,6 +101,14 @@ class StoreServer:
         if config.listen.startswith("unix:"):
             return server, config.listen
         return server, f"{config.listen.rpartition(':')[0]}:{port}"
+
+    def _open_lane(self, config: StoreConfig) -> Lane:
+        try:
+            return Lane(self.store, config.listen, max_connections=config.max_lanes)
+        except OSError as error:
+            raise StoreUnavailable(
+                f"can not listen beside {config.listen!r} for data lanes: {error}"
+            ) from error
 
     def _warm_up(self) -> None:
         """Spends on itself what the first call in a process costs, up to half a second."""
@@ -112,6 +126,8 @@ class StoreServer:
         """Refuses new calls, lets running ones end for `grace_s` seconds, then closes the store."""
         self._health.enter_graceful_shutdown()
         self._server.stop(grace_s).wait()
+        if self._lane is not None:
+            self._lane.close()
         self._workers.shutdown()  # a handler that still runs reads the pool's memory
         self.store.close()
 

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.proto import store_pb2_grpc as rpc
-from tailreplay.store.errors import IntegrityError, TailReplayError
+from tailreplay.store.checksum import crc32c
+from tailreplay.store.errors import IntegrityError, StoreUnavailable, TailReplayError
+from tailreplay.store.lane import TICKET_S, Lane
+from tailreplay.store.lane_wire import LaneRecord, RecordKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
     import grpc
 
     from tailreplay.store.core import Store
+    from tailreplay.store.reader import Frame
 
 
 class StoreService(rpc.StoreServicer):
@@ -23,10 +27,12 @@ class StoreService(rpc.StoreServicer):
 
     Args:
         store: what to serve; its owner closes it.
+        lane: the data lane to hand out tickets for; None = there is none.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, lane: Lane | None) -> None:
         self._store = store
+        self._lane = lane
 
     def Match(self, request: pb.MatchRequest, context: grpc.ServicerContext) -> pb.MatchResponse:
         """Answers from the index."""
@@ -38,7 +44,10 @@ class StoreService(rpc.StoreServicer):
     ) -> Iterator[pb.FetchFrame]:
         """Streams rows; the lease ends with the stream."""
         with self._statuses(context):
-            yield from self._store.fetch(request, context.cancel)
+            for frame in self._store.fetch(request, context.cancel):
+                message = _message(frame)
+                if message is not None:
+                    yield message
 
     def Put(
         self, request_iterator: Iterator[pb.PutFrame], context: grpc.ServicerContext
@@ -46,6 +55,21 @@ class StoreService(rpc.StoreServicer):
         """Takes objects; answers once they are in the CPU tier."""
         with self._statuses(context):
             return self._store.put(request_iterator)
+
+    def OpenLane(
+        self, request: pb.OpenLaneRequest, context: grpc.ServicerContext
+    ) -> pb.OpenLaneResponse:
+        """Hands out a ticket for the data lane."""
+        with self._statuses(context):
+            if self._lane is None:
+                raise StoreUnavailable("this store has no data lane (max_lanes is 0)")
+            return pb.OpenLaneResponse(
+                address=self._lane.address,
+                ticket=self._lane.ticket(),
+                ticket_s=TICKET_S,
+                segment=self._store.tiers.shm_path,
+                segment_bytes=self._store.tiers.pool_bytes,
+            )
 
     def Release(
         self, request: pb.ReleaseRequest, context: grpc.ServicerContext
@@ -74,3 +98,40 @@ class StoreService(rpc.StoreServicer):
             if isinstance(error, IntegrityError):
                 self._store.catalog.count("integrity_errors")
             context.abort(error.code, str(error))
+
+
+def _message(frame: Frame) -> pb.FetchFrame | None:
+    """A frame as gRPC carries it; None for what only the data lane needs."""
+    record = frame.record
+    if record.kind is RecordKind.ROWS:
+        return pb.FetchFrame(rows=_rows(record, b"".join(frame.parts)))
+    if record.kind is RecordKind.MISSING:
+        missing = pb.Missing(
+            range=record.number,
+            first_token=record.first_token,
+            end_token=record.first_token + record.rows,
+            reason=pb.MissReason.ValueType(record.code),
+        )
+        return pb.FetchFrame(missing=missing)
+    if record.kind is RecordKind.RANGE_END:
+        return pb.FetchFrame(range_end=pb.RangeEnd(range=record.number))
+    if record.kind is RecordKind.LEASE:
+        lease_id = bytes(frame.parts[0])
+        lease = pb.LeaseGranted(lease_id=lease_id, stall_limit_ms=record.offset)
+        return pb.FetchFrame(lease=lease)
+    return None
+
+
+def _rows(record: LaneRecord, data: bytes) -> pb.Rows:
+    return pb.Rows(
+        range=record.number,
+        first_unit=record.first_unit,
+        units=record.units,
+        first_token=record.first_token,
+        rows=record.rows,
+        data=data,
+        crc32c=crc32c(data),
+        tier=pb.Tier.ValueType(record.tier),
+        row_bytes=record.row_bytes,
+        prefix_hash=record.prefix_hash,
+    )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Writer:
-    """Serves Put streams.
+    """Stores objects of one prefix at a time, whichever way their bytes come.
 
     Args:
         catalog: lists what has arrived.
@@ -55,51 +55,108 @@ class Writer:
         first = next(frames, None)
         if first is None or first.WhichOneof("frame") != "begin":
             raise InvalidRequest("a Put stream starts with `begin`")
-        begin = first.begin
-        tokens = wire_tokens.from_wire(begin.tokens)
-        digests = running_digests(self._digest_key(begin.namespace), tokens)
-        prefix = Prefix(begin.namespace, digests, PrefixChain(begin.namespace, tokens))
-        response = pb.PutResponse()
-        try:
+        with self.open(first.begin) as session:
             for frame in frames:
                 if frame.WhichOneof("frame") != "object":
                     raise InvalidRequest(f"got `{frame.WhichOneof('frame')}`, wanted `object`")
-                self._put_object(prefix, len(tokens), frame.object, frames, response)
-        finally:
-            self._catalog.used_prefix(prefix)
-        return response
+                if not session.claim(frame.object) or not session.store(
+                    frame.object, lambda view: _receive(frames, view)
+                ):
+                    _drain(frames, frame.object.size_bytes)
+            return session.response
 
-    def _put_object(
+    def open(self, begin: pb.PutBegin) -> PutSession:
+        """Starts storing objects of one prefix; to be used as a context.
+
+        Raises:
+            InvalidRequest: its tokens are malformed.
+        """
+        tokens = wire_tokens.from_wire(begin.tokens)
+        digests = running_digests(self._digest_key(begin.namespace), tokens)
+        prefix = Prefix(begin.namespace, digests, PrefixChain(begin.namespace, tokens))
+        return PutSession(self._catalog, self._tiers, prefix, len(tokens), self._max_object_bytes)
+
+
+class PutSession:
+    """One prefix being stored. What it has claimed and not stored is given back at its end.
+
+    Attributes:
+        response: what has become of the objects so far.
+    """
+
+    def __init__(
         self,
+        catalog: Catalog,
+        tiers: Tiers,
         prefix: Prefix,
-        total: int,
-        wanted: pb.PutObject,
-        frames: Iterator[pb.PutFrame],
-        response: pb.PutResponse,
+        total_tokens: int,
+        max_object_bytes: int,
     ) -> None:
-        self._check(wanted, total)
-        kind = Kind(wanted.kind)
-        name = ObjectName(prefix.namespace, kind, prefix.chain.prefix_hash(wanted.end_token))
-        outcome, header = PutOutcome.EXISTS, None
-        if self._catalog.claim(name, wanted.size_bytes):
-            outcome, header = self._store(name, wanted, frames)
-        if outcome is not PutOutcome.STORED or header is None:
-            _drain(frames, wanted.size_bytes)
-            response.duplicates += outcome is PutOutcome.EXISTS
-            response.dropped += outcome is PutOutcome.FULL
-            self._catalog.count("dropped_objects", int(outcome is PutOutcome.FULL))
-            return
-        self._catalog.admit(prefix, name, wanted.end_token, wanted.size_bytes, header.provenance)
-        response.stored += 1
-        response.stored_bytes += wanted.size_bytes
+        self._catalog = catalog
+        self._tiers = tiers
+        self._prefix = prefix
+        self._total_tokens = total_tokens
+        self._max_object_bytes = max_object_bytes
+        self._claimed: set[ObjectName] = set()
+        self.response = pb.PutResponse()
 
-    def _store(
-        self, name: ObjectName, wanted: pb.PutObject, frames: Iterator[pb.PutFrame]
+    def __enter__(self) -> PutSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in self._claimed:
+            self._catalog.unclaim(name)
+        self._catalog.used_prefix(self._prefix)
+
+    def claim(self, wanted: pb.PutObject) -> bool:
+        """Whether the caller should send an object; False when it is there or on its way.
+
+        Raises:
+            InvalidRequest, LimitExceeded: it can not be stored.
+        """
+        self._check(wanted)
+        name = self._name(wanted)
+        if not self._catalog.claim(name, wanted.size_bytes):
+            self.response.duplicates += 1
+            return False
+        self._claimed.add(name)
+        return True
+
+    def store(self, wanted: pb.PutObject, receive: Callable[[memoryview], None]) -> bool:
+        """Stores a claimed object; False when there is no room, and nothing was received.
+
+        Args:
+            wanted: what was claimed.
+            receive: fills the given memory with the object's bytes.
+
+        Raises:
+            IntegrityError, InvalidRequest, GeometryMismatch: its bytes are not what they should be.
+        """
+        name = self._name(wanted)
+        outcome, header = self._fill(name, wanted, receive)
+        self._claimed.discard(name)
+        if outcome is not PutOutcome.STORED or header is None:
+            self.response.duplicates += outcome is PutOutcome.EXISTS
+            self.response.dropped += outcome is PutOutcome.FULL
+            self._catalog.count("dropped_objects", int(outcome is PutOutcome.FULL))
+            return False
+        size = wanted.size_bytes
+        self._catalog.admit(self._prefix, name, wanted.end_token, size, header.provenance)
+        self.response.stored += 1
+        self.response.stored_bytes += size
+        return True
+
+    def _name(self, wanted: pb.PutObject) -> ObjectName:
+        prefix_hash = self._prefix.chain.prefix_hash(wanted.end_token)
+        return ObjectName(self._prefix.namespace, Kind(wanted.kind), prefix_hash)
+
+    def _fill(
+        self, name: ObjectName, wanted: pb.PutObject, receive: Callable[[memoryview], None]
     ) -> tuple[PutOutcome, Header | None]:
         headers: list[Header] = []
 
         def fill(view: memoryview) -> None:
-            _receive(frames, view)
+            receive(view)
             header = verify_object(view, name)
             if (header.first_token, header.end_token) != (wanted.first_token, wanted.end_token):
                 raise InvalidRequest(
@@ -122,7 +179,8 @@ class Writer:
                 self._catalog.unclaim(name)
         return outcome, headers[0] if headers else None
 
-    def _check(self, wanted: pb.PutObject, total: int) -> None:
+    def _check(self, wanted: pb.PutObject) -> None:
+        total = self._total_tokens
         first, end, kind = wanted.first_token, wanted.end_token, int(wanted.kind)
         if kind not in set(Kind):
             raise InvalidRequest(f"object has kind {kind}, wanted one of {[k.name for k in Kind]}")

@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 from store_objects import Prefix, put_frames, span_range
 
@@ -16,6 +17,7 @@ from tailreplay.connector.client import ObjectBytes, StoreClient, default_addres
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
 from tailreplay.store.errors import IntegrityError, InvalidRequest, LimitExceeded, StoreUnavailable
+from tailreplay.store.lane_wire import RecordKind
 from tailreplay.store.objects import Kind
 
 NAMESPACE = bytes(range(32))
@@ -32,7 +34,8 @@ def address():
 
 @pytest.fixture
 def client(address, clock):
-    with StoreClient(address, match_timeout_s=20, call_timeout_s=20, clock=clock) as client:
+    settings = {"match_timeout_s": 20, "call_timeout_s": 20, "clock": clock}
+    with StoreClient(address, lanes=False, **settings) as client:
         yield client
 
 
@@ -79,9 +82,12 @@ def test_what_is_put_is_matched_and_fetched(client, address):
         assert fill(client).duplicates == 8
         answer = client.match(NAMESPACE, PREFIX.tokens)
         assert answer.matched_tokens == 300
-        frames = fetch_all(client, answer.leaf)
-        assert [f.WhichOneof("frame") for f in frames] == ["lease", "rows", "rows", "range_end"]
-        assert b"".join(f.rows.data for f in frames[1:2]) == PREFIX.rows(Kind.KV, 0, 256)
+        lease, rows, _, end = fetch_all(client, answer.leaf)
+        kinds = (lease.record.kind, rows.record.kind, end.record.kind)
+        assert kinds == (RecordKind.LEASE, RecordKind.ROWS, RecordKind.RANGE_END)
+        target = np.empty((4, 256, 32), np.uint8)
+        rows.fill(target)
+        assert target.tobytes() == PREFIX.rows(Kind.KV, 0, 256)
         assert client.stats().served_bytes == len(PREFIX.rows(Kind.KV, 0, 300))
         assert client.describe().boot_id == answer.boot_id
 
@@ -178,15 +184,15 @@ def test_streams_that_stall_are_left_alone_while_lookups_go_on(client, clock, ad
         for _ in range(3):
             wanted = [span_range(Kind.KV, 0, 300)]
             stream = client.fetch(NAMESPACE, leaf, wanted, timeout_s=20)
-            assert next(iter(stream)).WhichOneof("frame") == "lease"
+            assert next(iter(stream)).record.kind is RecordKind.LEASE
             stream.stalled()
             assert client.match(NAMESPACE, PREFIX.tokens).matched_tokens == 300
         not_asked(lambda: fetch_all(client, leaf))
         gate.set()
         not_asked(lambda: fetch_all(client, leaf))
         clock.now_s += 2.0
-        assert fetch_all(client, leaf)[-1].WhichOneof("frame") == "range_end"
-        assert fetch_all(client, leaf)[-1].WhichOneof("frame") == "range_end"
+        assert fetch_all(client, leaf)[-1].record.kind is RecordKind.RANGE_END
+        assert fetch_all(client, leaf)[-1].record.kind is RecordKind.RANGE_END
 
 
 def test_ending_a_stream_early_is_no_failure_and_gives_its_pins_back(client, address):
@@ -202,12 +208,12 @@ def test_ending_a_stream_early_is_no_failure_and_gives_its_pins_back(client, add
         for _ in range(4):
             reached.clear()
             stream = client.fetch(NAMESPACE, leaf, [span_range(Kind.KV, 0, 300)], timeout_s=20)
-            assert next(iter(stream)).WhichOneof("frame") == "lease"
+            assert next(iter(stream)).record.kind is RecordKind.LEASE
             assert reached.wait(20)
             assert server.store.stats().pinned_bytes > 0
             stream.cancel()
         gate.set()
-        assert fetch_all(client, leaf)[-1].WhichOneof("frame") == "range_end"
+        assert fetch_all(client, leaf)[-1].record.kind is RecordKind.RANGE_END
     assert len(server.store.leases) == 0
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from store_objects import GEOMETRY, Prefix, span_range
 
 from tailreplay.connector.load import Load, LoadFailed
+from tailreplay.connector.step import step_of
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.checksum import crc32c
 from tailreplay.store.errors import InvalidRequest, StoreUnavailable
@@ -37,7 +38,7 @@ class Stream:
     calls: list[str] = field(default_factory=list)
 
     def __iter__(self):
-        yield from self.frames
+        yield from map(step_of, self.frames)
         if self.hold is not None:
             self.hold.wait(20)
         if self.error is not None:

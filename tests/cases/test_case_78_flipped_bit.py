@@ -18,6 +18,7 @@ from case_helpers import (
 from tailreplay.connector.client import StoreClient
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
+from tailreplay.store.lane_wire import RecordKind
 from tailreplay.store.tokens import extended_tokens
 
 pytestmark = [pytest.mark.model, pytest.mark.redis]
@@ -47,8 +48,8 @@ def test_the_value_is_missed_counted_and_deleted(redis_server):
     ):
         leaf = client.match(engine.namespace, ids, timeout_s=WAIT_S).leaf
         wanted = [pb.Range(kind=pb.KIND_KV, first_token=0, end_token=600)]
-        frames = list(client.fetch(engine.namespace, leaf, wanted, timeout_s=WAIT_S))
-        reasons = [f.missing.reason for f in frames if f.WhichOneof("frame") == "missing"]
+        records = [s.record for s in client.fetch(engine.namespace, leaf, wanted, timeout_s=WAIT_S)]
+        reasons = [r.code for r in records if r.kind is RecordKind.MISSING]
         assert reasons == [pb.MISS_REASON_INTEGRITY]
         assert server.store.stats().integrity_errors == 1
         assert not values.exists(key)

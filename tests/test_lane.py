@@ -1,0 +1,310 @@
+"""The data lane: rows and objects beside gRPC, over a real socket and through shared memory."""
+
+import os
+import socket
+import tempfile
+import threading
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from store_objects import Prefix, put_frames, span_range
+
+from tailreplay.connector.client import ObjectBytes, StoreClient
+from tailreplay.connector.lane import LaneStream
+from tailreplay.proto import store_pb2 as pb
+from tailreplay.store import serve_in_thread
+from tailreplay.store.errors import IntegrityError, InvalidRequest, LimitExceeded, StoreUnavailable
+from tailreplay.store.lane_wire import (
+    HELLO,
+    MAGIC,
+    REQUEST,
+    VERSION,
+    LaneRecord,
+    RecordKind,
+    Request,
+    connect,
+    receive,
+    unpack_record,
+)
+from tailreplay.store.objects import Kind
+
+PREFIX = Prefix(bytes(range(32)), range(1, 701))
+SPANS = {
+    "unaligned kv": span_range(Kind.KV, 0, 613),
+    "units of kv": span_range(Kind.KV, 0, 700, first_unit=1, units=2),
+    "hidden": span_range(Kind.HIDDEN, 130, 611, first_unit=1, units=1),
+    "state": span_range(Kind.CHECKPOINT, 699, 700, prefix_hash=PREFIX.chain.prefix_hash(700)),
+}
+WAIT_S = 20
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def address(request):
+    """A Unix socket, where rows are placed in shared memory, or TCP, where they are sent."""
+    if request.param == "tcp":
+        yield "127.0.0.1:0"
+        return
+    with tempfile.TemporaryDirectory(prefix="tailreplay-") as folder:
+        yield f"unix://{folder}/store.sock"
+
+
+@contextmanager
+def serving(address, **settings):
+    with (
+        serve_in_thread(listen=address, **settings) as server,
+        StoreClient(server.address, match_timeout_s=WAIT_S, call_timeout_s=WAIT_S) as client,
+    ):
+        yield server, client
+
+
+def objects(prefix=PREFIX, spans=None, packed=None, **how):
+    """Objects of a prefix; notes in `packed` which were asked for their bytes."""
+    found = []
+    for frame in list(put_frames(prefix, spans, chunk_bytes=1 << 30, **how))[1:]:
+        if frame.WhichOneof("frame") == "object":
+            announce = frame.object
+            continue
+
+        def parts(chunk=frame.chunk, announce=announce):
+            if packed is not None:
+                packed.append((announce.kind, announce.first_token))
+            return [chunk[:100], chunk[100:]]
+
+        found.append(ObjectBytes(announce, parts))
+    return found
+
+
+def put(client, *, prefix=PREFIX, **how):
+    return client.put(prefix.namespace, prefix.tokens, objects(prefix, **how), timeout_s=WAIT_S)
+
+
+def fetch(client, *ranges):
+    """Bytes of each range, put together from steps, in buffers poisoned before."""
+    leaf = client.match(PREFIX.namespace, PREFIX.tokens).leaf
+    stream = client.fetch(PREFIX.namespace, leaf, ranges, timeout_s=WAIT_S)
+    assert isinstance(stream, LaneStream)
+    units = [wanted.units or PREFIX.geometry[Kind(wanted.kind)].units for wanted in ranges]
+    buffers = [
+        np.full(
+            (
+                n,
+                wanted.end_token - wanted.first_token,
+                PREFIX.geometry[Kind(wanted.kind)].row_bytes,
+            ),
+            0xA5,
+            np.uint8,
+        )
+        for n, wanted in zip(units, ranges, strict=True)
+    ]
+    ends = []
+    for record, fill in stream:
+        if record.kind is RecordKind.ROWS:
+            wanted = ranges[record.number]
+            unit, row = (
+                record.first_unit - wanted.first_unit,
+                record.first_token - wanted.first_token,
+            )
+            fill(buffers[record.number][unit : unit + record.units, row : row + record.rows])
+        else:
+            ends.append((record.kind, record.number))
+    return [buffer.tobytes() for buffer in buffers], ends
+
+
+def rows_of(wanted):
+    units = wanted.units or None
+    return PREFIX.rows(
+        Kind(wanted.kind), wanted.first_token, wanted.end_token, wanted.first_unit, units
+    )
+
+
+def test_rows_come_exactly_as_they_were_put(address):
+    with serving(address) as (server, client):
+        stored = put(client)
+        assert (stored.stored, stored.duplicates) == (len(PREFIX.spans()), 0)
+        ranges = list(SPANS.values())
+        got, ends = fetch(client, *ranges)
+        assert got == [rows_of(wanted) for wanted in ranges]
+        assert ends == [(RecordKind.RANGE_END, i) for i in range(len(ranges))]
+        assert (server.store.stats().pinned_bytes, len(server.store.leases)) == (0, 0)
+
+
+def test_placed_rows_are_not_sent_and_sent_rows_are_not_placed(address):
+    with serving(address) as (_, client):
+        put(client)
+        lane = client._lanes.take()
+        client._lanes.give_back(lane)
+        assert (lane.segment is not None) == address.startswith("unix:")
+
+
+def test_a_lane_is_used_again(address):
+    with serving(address) as (server, client):
+        put(client)
+        for _ in range(5):
+            fetch(client, SPANS["hidden"])
+        assert len(server._lane._connections) == 1
+
+
+def test_what_the_store_has_is_neither_packed_nor_sent(address):
+    packed = []
+    with serving(address) as (_, client):
+        put(client, spans=PREFIX.spans(Kind.KV))
+        answer = put(client, packed=packed)
+        assert answer.duplicates == len(PREFIX.spans(Kind.KV))
+        assert {kind for kind, _ in packed} == {Kind.HIDDEN, Kind.CHECKPOINT}
+        assert answer.stored == len(packed)
+
+
+def test_a_refused_object_says_why_and_the_others_stay(address):
+    def damaged(span):
+        data = bytearray(PREFIX.object(*span))
+        data[-1] ^= span[1] == 256
+        return bytes(data)
+
+    spans = PREFIX.spans(Kind.KV)
+    with serving(address) as (server, client):
+        with pytest.raises(IntegrityError, match="damaged"):
+            put(client, spans=spans, make=damaged)
+        assert client.match(PREFIX.namespace, PREFIX.tokens).matched_tokens == 256
+        assert put(client, spans=spans).stored == 2
+        assert server.store.stats().integrity_errors == 1
+
+
+def test_refusals_have_the_errors_of_grpc(address):
+    huge = ObjectBytes(pb.PutObject(kind=1, first_token=0, end_token=256, size_bytes=1 << 40), ())
+    with serving(address) as (_, client):
+        put(client)
+        with pytest.raises(LimitExceeded, match=str(1 << 40)):
+            client.put(PREFIX.namespace, PREFIX.tokens, [huge], timeout_s=WAIT_S)
+        with pytest.raises(InvalidRequest, match="32"):
+            client.put(bytes(31), PREFIX.tokens, [], timeout_s=WAIT_S)
+        with pytest.raises(InvalidRequest, match="first_token < end_token"):
+            list(client.fetch(PREFIX.namespace, b"", [span_range(Kind.KV, 5, 5)], timeout_s=WAIT_S))
+        assert fetch(client, SPANS["hidden"])[0] == [rows_of(SPANS["hidden"])]
+
+
+def test_a_lane_that_ended_with_the_store_is_replaced(address):
+    if address.endswith(":0"):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+    with StoreClient(address, match_timeout_s=WAIT_S, call_timeout_s=WAIT_S) as client:
+        for _ in range(2):
+            with serve_in_thread(listen=address):
+                assert client.connect(WAIT_S)
+                put(client)
+                assert fetch(client, SPANS["state"])[0] == [rows_of(SPANS["state"])]
+
+
+def test_a_cancelled_fetch_gives_its_pins_back(address):
+    reached, gate = threading.Event(), threading.Event()
+
+    def hold(kind):
+        reached.set()
+        gate.wait(WAIT_S)
+
+    with serving(address, before_rows=hold, stall_limit_s=60) as (server, client):
+        put(client)
+        leaf = client.match(PREFIX.namespace, PREFIX.tokens).leaf
+        stream = client.fetch(PREFIX.namespace, leaf, [SPANS["hidden"]], timeout_s=WAIT_S)
+        failed = []
+
+        def read():
+            try:
+                list(stream)
+            except StoreUnavailable as error:
+                failed.append(error)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        assert reached.wait(WAIT_S)
+        assert server.store.stats().pinned_bytes > 0
+        stream.cancel()
+        gate.set()
+        reader.join(WAIT_S)
+        assert failed
+    assert len(server.store.leases) == 0
+    assert not server._lane._connections
+
+
+def test_rows_that_were_not_pinned_all_the_while_do_not_count():
+    """The store takes a window back from a reader that is too slow, and the reader notices."""
+    with tempfile.TemporaryDirectory(prefix="tailreplay-") as folder:
+        address = f"unix://{folder}/store.sock"
+        with serving(address, stall_limit_s=0.2) as (server, client):
+            put(client)
+            leaf = client.match(PREFIX.namespace, PREFIX.tokens).leaf
+            steps = iter(client.fetch(PREFIX.namespace, leaf, [SPANS["hidden"]], timeout_s=WAIT_S))
+            record, fill = next(steps)
+            assert server.store.stats().pinned_bytes > 0
+            deadline = threading.Event()
+            while server.store.stats().pinned_bytes:  # the store's stall limit ends it
+                assert not deadline.wait(0.01)
+            with pytest.raises(StoreUnavailable, match="took its memory back"):
+                fill(np.empty((record.units, record.rows, record.row_bytes), np.uint8))
+
+
+def test_only_a_fresh_ticket_opens_a_lane(address):
+    with serving(address) as (server, client):
+        answer = client._open_lane()
+        where = answer.address
+        if where.startswith(":"):
+            where = server.address.rpartition(":")[0] + where
+        for ticket, opens in ((bytes(32), False), (answer.ticket, True), (answer.ticket, False)):
+            with connect(where, WAIT_S) as sock:
+                sock.sendall(HELLO.pack(MAGIC, VERSION, 0, ticket))
+                assert (unread(sock) == b"\x01") == opens
+
+
+def unread(sock):
+    """The answer to a greeting; empty when the lane was closed, ERROR or not."""
+    data = sock.recv(1)
+    return data if data == b"\x01" else b""
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        REQUEST.pack(9, 0, 0, 0),
+        REQUEST.pack(Request.FETCH, 0, 0, 1 << 31),
+        REQUEST.pack(Request.FETCH, 0, 0, 5) + b"\xff" * 5,
+        REQUEST.pack(Request.SEEN, 0, 0, 0),
+    ],
+)
+def test_garbage_ends_the_lane_with_a_reason_and_nothing_else(address, garbage):
+    with serving(address) as (server, client):
+        lane = client._lanes.take()
+        lane.sock.settimeout(WAIT_S)
+        lane.sock.sendall(garbage)
+        record = unpack_record(receive(lane.sock, 80))
+        assert record.kind is RecordKind.ERROR
+        assert receive(lane.sock, record.offset)
+        assert lane.sock.recv(1) == b""
+        lane.close()
+        put(client)
+        assert fetch(client, SPANS["state"])[0] == [rows_of(SPANS["state"])]
+        assert len(server.store.leases) == 0
+
+
+def test_without_lanes_payload_goes_through_grpc(address):
+    with serving(address, max_lanes=0) as (_, client):
+        assert put(client).stored == len(PREFIX.spans())
+        leaf = client.match(PREFIX.namespace, PREFIX.tokens).leaf
+        steps = client.fetch(PREFIX.namespace, leaf, [SPANS["hidden"]], timeout_s=WAIT_S)
+        assert not isinstance(steps, LaneStream)
+        assert [s.record.kind for s in steps][-1] is RecordKind.RANGE_END
+
+
+def test_the_socket_of_the_lane_is_private_and_goes_with_the_store():
+    with tempfile.TemporaryDirectory(prefix="tailreplay-") as folder:
+        with serve_in_thread(listen=f"unix://{folder}/store.sock"):
+            assert os.stat(f"{folder}/store.sock.lane").st_mode & 0o777 == 0o600
+        assert not os.path.exists(f"{folder}/store.sock.lane")
+
+
+def test_record_has_its_golden_bytes():
+    record = LaneRecord(RecordKind.ROWS, 2, 1, 7, 3, 4, 5, 6, 7, 8, 9, 10, bytes(range(32)))
+    assert record.pack().hex() == (
+        "01010700020000000300000004000000050000000600000007000000080000000900000000000000"
+        "0a00000000000000000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
+    )
+    assert unpack_record(record.pack()) == record
