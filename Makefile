@@ -31,8 +31,8 @@ proto: $(VENV)/.base
 	    --python_out=.typing --grpc_python_out=.typing --mypy_out=.typing --mypy_grpc_out=.typing \
 	    .typing/tailreplay/proto/store.proto
 
-bench: $(VENV)/.vllm
-	@for file in benchmarks/*.py; do $(BIN)/python -P $$file --help > /dev/null && echo $$file; done
+bench: $(VENV)/.base
+	$(BIN)/python -P benchmarks/store.py --json --quick
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -15,7 +15,7 @@ from tailreplay.store.errors import (
     TailReplayError,
 )
 from tailreplay.store.lane_wire import LaneRecord, RecordKind
-from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Kind
+from tailreplay.store.objects import BLOCK_TOKENS, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +33,6 @@ _REASONS = {
     pb.MISS_REASON_INTEGRITY: "integrity",
     pb.MISS_REASON_DEADLINE: "deadline",
 }
-_GRID = {Kind.KV: KV_BLOCK_TOKENS, Kind.HIDDEN: PAGE_TOKENS}
 
 
 class LoadFailed(Exception):
@@ -207,12 +206,9 @@ class Load:
         Of the block in which the match ends only the store knows the rest; its rows rest on the
         running digests.
         """
-        if wanted.kind == pb.KIND_CHECKPOINT:
-            end = wanted.end_token
-        else:
-            end = rows.first_token + rows.rows
-            if end % _GRID[Kind(wanted.kind)]:
-                return
+        end = rows.first_token + rows.rows
+        if end % BLOCK_TOKENS[Kind(wanted.kind)]:
+            return
         if rows.prefix_hash != self._chain.prefix_hash(end):
             raise IntegrityError(f"rows up to {end} belong to another prefix")
 

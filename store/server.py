@@ -118,10 +118,6 @@ class StoreServer:
             stub = rpc.StoreStub(channel)
             stub.Describe(pb.DescribeRequest(), timeout=_WARM_UP_S, wait_for_ready=True)
 
-    def wait(self) -> None:
-        """Blocks until the server has been stopped."""
-        self._server.wait_for_termination()
-
     def stop(self, grace_s: float = 1.0) -> None:
         """Refuses new calls, lets running ones end for `grace_s` seconds, then closes the store."""
         self._health.enter_graceful_shutdown()

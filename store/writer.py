@@ -54,7 +54,8 @@ class Writer:
         """
         first = next(frames, None)
         if first is None or first.WhichOneof("frame") != "begin":
-            raise InvalidRequest("a Put stream starts with `begin`")
+            found = first.WhichOneof("frame") if first is not None else "nothing"
+            raise InvalidRequest(f"a Put stream starts with `{found}`, wanted `begin`")
         with self.open(first.begin) as session:
             for frame in frames:
                 if frame.WhichOneof("frame") != "object":
@@ -193,7 +194,10 @@ class PutSession:
                 f"object has {wanted.size_bytes} bytes, wanted at most {self._max_object_bytes}"
             )
         if not first < end <= total:
-            raise InvalidRequest(f"object covers [{first}, {end}) of {total} tokens")
+            raise InvalidRequest(
+                f"object covers [{first}, {end}), wanted a part of [0, {total}), the tokens in "
+                "`begin`"
+            )
         grid = BLOCK_TOKENS[Kind(kind)]
         if first % grid or end != min(first + grid, total):
             raise InvalidRequest(

@@ -373,8 +373,8 @@ def announced(kind: int, first: int, end: int, size: int = 9000) -> pb.PutFrame:
 
 CHUNK = pb.PutFrame(chunk=b"x" * 9001)
 BAD_PUTS = {
-    "empty": ([], "starts with `begin`"),
-    "no begin": ([announced(KV, 0, 256)], "starts with `begin`"),
+    "empty": ([], "wanted `begin`"),
+    "no begin": ([announced(KV, 0, 256)], "wanted `begin`"),
     "chunk first": ([begin, CHUNK], "got `chunk`, wanted `object`"),
     "two begins": ([begin, begin], "got `begin`, wanted `object`"),
     "empty frame": ([begin, pb.PutFrame()], "got `None`, wanted `object`"),
@@ -384,8 +384,8 @@ BAD_PUTS = {
     "short block": ([begin, announced(KV, 0, 255)], "KV object covers [0, 255) of 1000"),
     "long page": ([begin, announced(HIDDEN, 0, 128)], "HIDDEN object covers [0, 128)"),
     "state of two": ([begin, announced(CHECKPOINT, 8, 10)], "CHECKPOINT object covers"),
-    "backwards": ([begin, announced(KV, 256, 0)], "object covers [256, 0) of 1000 tokens"),
-    "beyond the end": ([begin, announced(KV, 768, 1024)], "[768, 1024) of 1000 tokens"),
+    "backwards": ([begin, announced(KV, 256, 0)], "covers [256, 0), wanted a part of [0, 1000)"),
+    "beyond the end": ([begin, announced(KV, 768, 1024)], "covers [768, 1024), wanted a part of [0, 1000)"),
     "no bytes": ([begin, announced(KV, 0, 256, 0)], "object has 0 bytes, wanted at least"),
     "too many bytes": ([begin, announced(KV, 0, 256), CHUNK], "9001 bytes, only 9000 are due"),
     "object in object": ([begin, announced(KV, 0, 256), announced(KV, 0, 256)], "9000 bytes"),
