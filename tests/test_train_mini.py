@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import train_mini
-from mini import forward, model, tasks
+from mini import forward, model, score, tasks
 from mini.recipes import Level, Recipe
 from mini.tokenizer import Tokenizer, learn_words, tidy
 
@@ -188,10 +188,21 @@ def test_the_committed_miniature_finds_a_needle_through_transformers():
     assert TOKENIZER.decode([found]) == " 17"
 
 
+@pytest.mark.model
+@pytest.mark.parametrize(("name", "kept"), [("retrieval", True), ("state", False)])
+def test_only_the_retrieving_miniature_keeps_its_needles_without_states(corpus, name, kept):
+    load = tasks.Load(128, keys=4, questions=4)
+    found = score.recall(model.load(name), corpus, "needles", load, samples=16)
+    assert found["full"] > 0.8
+    assert (found["zero"] > 0.8) == kept
+    assert kept or found["tail20"] < 0.5
+
+
 def _trainer(corpus):
     mix = {"needles": 0.5, "text": 0.5}
     levels = tuple(
-        Level(32, speedup, mix=mix, keys=2, questions=2, batch_tokens=128) for speedup in (None, 2.0)
+        Level(32, speedup, mix=mix, keys=2, questions=2, batch_tokens=128)
+        for speedup in (None, 2.0)
     )
     args = argparse.Namespace(seed=5, tokens=10_000)
     return train_mini.Trainer(Recipe(levels, shape=TINY), corpus, len(TOKENIZER), args)
