@@ -14,6 +14,7 @@ from tailreplay.connector.lane import Lanes, LaneStream
 from tailreplay.connector.step import Step, step_of
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.proto import store_pb2_grpc as rpc
+from tailreplay.store.address import checked_address
 from tailreplay.store.errors import StoreUnavailable, TailReplayError, from_rpc_error
 from tailreplay.store.tokens import to_wire
 
@@ -69,6 +70,9 @@ class StoreClient:
         call_timeout_s: deadline of other unary calls.
         lanes: whether payload goes over data lanes where the store has them, else gRPC alone.
         clock: seconds that only grow, for the breaker.
+
+    Raises:
+        ValueError: `address` is none.
     """
 
     def __init__(
@@ -80,7 +84,7 @@ class StoreClient:
         lanes: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.address = address
+        self.address = checked_address(address)
         self._match_timeout_s = match_timeout_s
         self._call_timeout_s = call_timeout_s
         self._breaker = Breaker(f"store at {address}", clock)

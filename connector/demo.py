@@ -180,16 +180,18 @@ def _checks(result: dict[str, Any]) -> dict[str, bool]:
 def main() -> int:
     """Runs the demo; 0 when all it shows holds."""
     parser = argparse.ArgumentParser(prog="tailreplay-store demo", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", action="store_true", help="the same as --format json")
+    parser.add_argument("--format", choices=("terminal", "json"), default="terminal")
     options = parser.parse_args()
-    console = Console(stderr=options.json, highlight=False)
+    as_json = options.json or options.format == "json"
+    console = Console(stderr=as_json, highlight=False)
     with tempfile.TemporaryDirectory(prefix="tr-") as folder, ExitStack() as stack:
         try:
             result = Demo(console, Path(folder), stack).run()
         except DemoFailed as error:
             console.print(f"demo failed: {error}", markup=False)
             return 1
-    if options.json:
+    if as_json:
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
     else:
         show_rows(console, result)

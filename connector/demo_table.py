@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _COLUMNS = ("", "matched", "used", "replayed", "again", "cold", "TTFT", "difference")
 _KINDS = ("kv", "hidden", "checkpoint")
 _CHECKS = {
-    "matched_is_shared": "every row matched exactly the shared tokens",
+    "matched_is_shared": "every mode that asks the fresh store matched exactly the shared tokens",
     "exact_uses_all": "exact used every matched token",
     "exact_is_exact": "exact gave the logits of a full prefill (1e-4 relative)",
     "two_round_trips": "a hit took two round trips",
@@ -66,7 +66,8 @@ def show_checks(console: Console, checks: dict[str, bool]) -> None:
 
 def _cells(row: dict[str, Any]) -> list[str]:
     report = row["report"]
-    used_as = "" if row["row"].startswith(report["mode"]) else f" ({report['mode']})"
+    why = f"{report['mode']}: {report['miss_reason']}" if report["miss_reason"] else report["mode"]
+    used_as = "" if row["row"].startswith(report["mode"]) else f" ({why})"
     names = ("matched_tokens", "used_tokens", "replayed_tokens", "recomputed_tokens")
     return [
         row["row"] + used_as,

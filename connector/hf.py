@@ -100,7 +100,8 @@ class HybridEngine:
         tokenizer_id: identity of the tokenizer.
 
     Raises:
-        UnsupportedModel: the model is of no family that is known to work.
+        UnsupportedModel: the model is of no family that is known to work, or not in eval mode.
+        ValueError: `store` is no address.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class HybridEngine:
         tokenizer_id: str = "",
     ) -> None:
         self.policy = policy or CachePolicy()
+        _check_model(model)
         self._model = HybridModel(model)
         self._codec = PayloadCodec(self._model)
         self._shape = ModelShape(
@@ -132,7 +134,8 @@ class HybridEngine:
         ).digest()
         self._busy = threading.Lock()
         self._putter = ThreadPoolExecutor(1, thread_name_prefix="tailreplay-put")
-        # Guarded by _busy: write-backs that have not ended.
+        # Guarded by _busy: whether it is closed, and write-backs that have not ended.
+        self._closed = False
         self._puts: set[Future[None]] = set()
         self._client.connect(self.policy.match_timeout_s)
         logger.info(
@@ -171,7 +174,11 @@ class HybridEngine:
             InvalidRequest: the prompt is empty, too long, or has ids the model does not know.
         """
         tokens = self._checked(token_ids, max_new_tokens)
+        if policy is not None and not isinstance(policy, CachePolicy):
+            raise InvalidRequest(f"policy is {policy!r}, wanted a CachePolicy")
         with self._busy:
+            if self._closed:
+                raise InvalidRequest("generate was called on an engine that is closed")
             return self._generate(tokens, max_new_tokens, policy or self.policy)
 
     def flush(self, timeout_s: float = 60.0) -> bool:
@@ -182,6 +189,8 @@ class HybridEngine:
 
     def close(self) -> None:
         """Lets write-backs end, then gives threads and connection back."""
+        with self._busy:
+            self._closed = True
         self._putter.shutdown(wait=True)
         if self._owns_client:
             self._client.close()
@@ -327,10 +336,10 @@ class HybridEngine:
 
     def _checked(self, token_ids: Sequence[int], max_new_tokens: int) -> ExtendedTokens:
         tokens = extended_tokens(token_ids)
+        if type(max_new_tokens) is not int or max_new_tokens < 1:
+            raise InvalidRequest(f"max_new_tokens is {max_new_tokens!r}, wanted a number from 1 on")
         config = self._model.config
         room = config.max_position_embeddings - max_new_tokens
-        if max_new_tokens < 1:
-            raise InvalidRequest(f"max_new_tokens is {max_new_tokens}, wanted at least 1")
         if not 1 <= len(tokens) <= room:
             raise InvalidRequest(
                 f"prompt has {len(tokens)} tokens, wanted 1 to {room} "
@@ -368,13 +377,20 @@ def _event_name(name: str, wanted: pb.Range) -> str:
     return f"{name}:{kind}:{wanted.first_unit}"
 
 
+def _check_model(model: Any) -> None:  # noqa: ANN401 - whatever the caller has
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
+        raise UnsupportedModel(f"model is {model!r:.80}, wanted a causal LM of Transformers")
+    if model.training:
+        raise UnsupportedModel("model is in training mode, wanted eval mode: call model.eval()")
+
+
 def _weights_id(model: Any) -> str:  # noqa: ANN401 - any Transformers model
     """Digest of the weights, or random where that would take too long."""
     state = model.state_dict()
     if sum(t.numel() * t.element_size() for t in state.values()) > MAX_DIGESTED_BYTES:
         logger.warning(
-            "weights are larger than %d bytes and have no weights_id: nothing is shared with "
-            "other processes",
+            "weights are larger than %d bytes and have no identity: nothing is shared with other "
+            "processes; pass weights_id, the same for all engines that run these weights",
             MAX_DIGESTED_BYTES,
         )
         return f"random:{secrets.token_hex(16)}"

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from enum import StrEnum
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
@@ -21,8 +23,10 @@ from rich.console import Console
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.proto import store_pb2_grpc as rpc
 from tailreplay.store import cli_tables
+from tailreplay.store.address import checked_address
 from tailreplay.store.config import default_socket
 from tailreplay.store.errors import InvalidRequest, TailReplayError, from_rpc_error
+from tailreplay.store.namespace import NAMESPACE_BYTES
 from tailreplay.store.tokens import extended_tokens, to_wire
 
 if TYPE_CHECKING:
@@ -58,6 +62,22 @@ _TIMEOUT_S = 5.0
 T = TypeVar("T")
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(version("tailreplay"))
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _: Annotated[
+        bool,
+        typer.Option("--version", help="print the version", callback=_version, is_eager=True),
+    ] = False,
+) -> None:
+    """A prefix cache for hybrid LLMs: run a store, and look inside one."""
+
+
 @app.command()
 def serve(
     listen: Annotated[
@@ -71,11 +91,20 @@ def serve(
         typer.Option(help="redis://[user:password@]host:port or unix:///path", show_default=False),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="JSON file with settings", exists=True, show_default=False)
+        Path | None, typer.Option(help="JSON file with settings", show_default=False)
     ] = None,
+    settings: Annotated[
+        bool, typer.Option("--settings", help="list every setting and end")
+    ] = False,
 ) -> None:
-    """Run a store until it is told to stop. Flags over TAILREPLAY_* over file over defaults."""
-    from tailreplay.store.serving import serve_until_stopped
+    """Run a store until SIGTERM or Ctrl-C. Flags over TAILREPLAY_* over file over defaults."""
+    from tailreplay.store.serving import serve_until_stopped, settings_in_words
+
+    if settings:
+        for item in settings_in_words():
+            cli_tables.facts(Console(highlight=False), item)
+            typer.echo()
+        return
 
     flags = {"listen": listen, "pool_bytes": pool_bytes, "redis_url": redis_url}
     try:
@@ -86,7 +115,10 @@ def serve(
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def demo(context: typer.Context) -> None:
-    """Two engines share one store: matched tokens, time to first token, exactness. `--json` too."""
+    """Two engines share one store: tokens reused, time to the first token, exactness.
+
+    With --format json (or --json) it prints one JSON object.
+    """
     command = [sys.executable, "-P", "-m", "tailreplay.connector.demo", *context.args]
     raise typer.Exit(subprocess.run(command, check=False).returncode)
 
@@ -174,7 +206,10 @@ def main() -> None:
 
 def _ask(url: str, call: Callable[[rpc.StoreStub], T]) -> T:
     """One RPC; an error ends the command with a message and code 1."""
-    address = url or default_socket()
+    try:
+        address = checked_address(url or default_socket())
+    except ValueError as error:
+        _fail(str(error))
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
             return call(rpc.StoreStub(channel))
@@ -187,24 +222,25 @@ def _plain(message: Message) -> dict[str, Any]:
     plain = MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
-    result = _natural(plain, message)
-    assert isinstance(result, dict), "a message is an object"
-    return result
+    return _natural(plain, message)
 
 
-def _natural(value: Any, message: Message) -> Any:  # noqa: ANN401 - JSON
-    if not isinstance(value, dict):
-        return value
+def _natural(plain: dict[str, Any], message: Message) -> dict[str, Any]:
+    """The fields in the order of the protocol, whatever their values."""
+    result: dict[str, Any] = {}
     for name, field in message.DESCRIPTOR.fields_by_name.items():
-        raw = getattr(message, name)
-        if field.message_type is not None and field.is_repeated:
+        raw, value = getattr(message, name), plain[name]
+        if field.type == field.TYPE_BYTES:
+            value = raw.hex()
+        elif field.type == field.TYPE_FIXED64:
+            value = f"{raw:016x}"
+        elif field.message_type is not None:
             if not field.message_type.GetOptions().map_entry:
-                value[name] = [_natural(v, m) for v, m in zip(value[name], raw, strict=True)]
-        elif field.type == field.TYPE_BYTES:
-            value[name] = raw.hex()
-        elif field.message_type is None and field.type != field.TYPE_ENUM:
-            value[name] = raw
-    return value
+                value = [_natural(v, m) for v, m in zip(value, raw, strict=True)]
+        elif field.type != field.TYPE_ENUM:
+            value = raw
+        result[name] = value
+    return result
 
 
 def _write(
@@ -216,12 +252,15 @@ def _write(
 ) -> None:
     if quiet:
         return
-    with open(output, "w", encoding="utf-8") if output else sys.stdout as file:
-        if output_format is Format.JSON:
-            json.dump(facts, file, indent=2)
-            file.write("\n")
-        else:
-            table(Console(file=file, highlight=False), facts)
+    try:
+        with output.open("w", encoding="utf-8") if output else nullcontext(sys.stdout) as file:
+            if output_format is Format.JSON:
+                json.dump(facts, file, indent=2)
+                file.write("\n")
+            else:
+                table(Console(file=file, highlight=False), facts)
+    except OSError as error:
+        _fail(f"{output} can not be written: {error.strerror}")
 
 
 def _read_prompt(path: Path) -> list[int]:
@@ -232,8 +271,11 @@ def _read_prompt(path: Path) -> list[int]:
         raise InvalidRequest(f"{path} can not be read: {error.strerror}") from None
     except ValueError as error:
         raise InvalidRequest(f"{path} is no JSON: {error}") from None
-    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-        raise InvalidRequest(f"{path} holds no JSON array of token ids")
+    if not isinstance(ids, list):
+        raise InvalidRequest(f"{path} holds a JSON {type(ids).__name__}, wanted an array of ids")
+    wrong = next(((i, v) for i, v in enumerate(ids) if type(v) is not int), None)
+    if wrong is not None:
+        raise InvalidRequest(f"{path} has {wrong[1]!r} at {wrong[0]}, wanted a token id")
     return ids
 
 
@@ -259,9 +301,14 @@ def _compare(first: list[int], second: list[int]) -> dict[str, Any]:
 def _namespace(given: str, url: str) -> bytes:
     if given:
         try:
-            return bytes.fromhex(given)
+            namespace = bytes.fromhex(given)
         except ValueError:
-            raise InvalidRequest(f"namespace is {given!r}, wanted 64 hex digits") from None
+            namespace = b""
+        if len(namespace) != NAMESPACE_BYTES:
+            raise InvalidRequest(
+                f"namespace is {given!r}, wanted {2 * NAMESPACE_BYTES} hex digits (see `describe`)"
+            )
+        return namespace
     answer = _ask(url, lambda stub: stub.Describe(pb.DescribeRequest(), timeout=_TIMEOUT_S))
     if len(answer.namespaces) != 1:
         raise InvalidRequest(

@@ -9,6 +9,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from rich.console import Console
 
+_SIZES = ("_bytes", "_bytes_per_token")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -23,28 +24,21 @@ def human_bytes(size: float) -> str:
 
 def facts(console: Console, answer: dict[str, Any]) -> None:
     """Names and values, one per line."""
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    width = max(map(len, answer), default=0)
     for name, value in answer.items():
-        table.add_row(name, _shown(name, value))
-    console.print(table)
+        console.print(f"{name:{width}}  {_shown(name, value)}", markup=False, soft_wrap=True)
 
 
 def describe(console: Console, answer: dict[str, Any]) -> None:
     """Identity, settings, namespaces."""
-    facts(console, {"version": answer["version"], "boot_id": f"{answer['boot_id']:016x}"})
+    facts(console, {name: answer[name] for name in ("version", "boot_id")})
     console.print("\nsettings in force")
     facts(console, dict(sorted(answer["settings"].items())))
-    console.print(f"\n{len(answer['namespaces'])} namespaces")
-    if answer["namespaces"]:
-        table = _table("namespace", "blocks", "kv a token", "hidden a token", "a checkpoint")
-        for space in answer["namespaces"]:
-            sizes = ("kv_bytes_per_token", "hidden_bytes_per_token", "checkpoint_bytes")
-            table.add_row(
-                space["namespace"],
-                str(space["blocks"]),
-                *(human_bytes(space[name]) if space[name] else "?" for name in sizes),
-            )
-        console.print(table)
+    for space in answer["namespaces"]:
+        console.print()
+        # A size that no object has told since the start is not known.
+        unknown = {k: None if k.endswith(_SIZES) and not v else v for k, v in space.items()}
+        facts(console, unknown)
 
 
 def stats(console: Console, answer: dict[str, Any]) -> None:
@@ -85,6 +79,8 @@ def _word(enum_name: str) -> str:
 
 
 def _shown(name: str, value: Any) -> str:  # noqa: ANN401 - JSON
-    if name.endswith("_bytes") and str(value).isdecimal():
+    if value is None:
+        return "-"
+    if name.endswith(_SIZES) and str(value).isdecimal():
         return human_bytes(int(value))
-    return "-" if value is None else str(value)
+    return str(value)

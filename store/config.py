@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from tailreplay.store.address import checked_address
 from tailreplay.store.resp import RedisEndpoint
 
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+ENV_PREFIX = "TAILREPLAY_"
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -32,7 +37,7 @@ class StoreConfig(BaseSettings):
     """Settings of one store process."""
 
     model_config = SettingsConfigDict(
-        env_prefix="TAILREPLAY_", frozen=True, extra="forbid", hide_input_in_errors=True
+        env_prefix=ENV_PREFIX, frozen=True, extra="forbid", hide_input_in_errors=True
     )
 
     listen: Annotated[
@@ -86,7 +91,24 @@ class StoreConfig(BaseSettings):
 
     @field_validator("listen")
     @classmethod
-    def _known_scheme(cls, value: str) -> str:
-        if not value.startswith("unix:") and ":" not in value:
-            raise ValueError(f"listen is {value!r}, wanted unix:///path/to.sock or host:port")
+    def _address(cls, value: str) -> str:
+        checked_address(value)
+        if value.startswith("unix:"):
+            checked_address(f"{value}.lane")
         return value
+
+
+def explained(error: ValidationError) -> str:
+    """A validation error, a sentence per setting. A Redis URL's password is not repeated."""
+    return "; ".join(_explained(item) for item in error.errors(include_url=False))
+
+
+def _explained(item: ErrorDetails) -> str:
+    name = ".".join(map(str, item["loc"]))
+    if item["type"] == "extra_forbidden":
+        known = ", ".join(sorted(StoreConfig.model_fields))
+        return f"{name} is no setting, wanted one of {known}"
+    wanted = item["msg"].removeprefix("Value error, ")
+    if name == "redis_url":
+        return f"{name}: {wanted}"
+    return f"{name} is {item['input']!r}: {wanted[0].lower()}{wanted[1:]}"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
-import stat
 import threading
 import time
 from contextlib import closing
@@ -14,12 +12,13 @@ from typing import TYPE_CHECKING
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import tokens as wire_tokens
 from tailreplay.store.catalog import Catalog
-from tailreplay.store.chain import DIGEST_BYTES, digest_key, running_digests
+from tailreplay.store.chain import digest_key, running_digests
 from tailreplay.store.config import PAYLOAD_TTL_S
 from tailreplay.store.errors import InvalidRequest, StoreUnavailable
 from tailreplay.store.lane_wire import LaneRecord, RecordKind
 from tailreplay.store.leases import Leases
 from tailreplay.store.manifest import Manifests
+from tailreplay.store.namespace import NAMESPACE_BYTES
 from tailreplay.store.objects import Kind
 from tailreplay.store.reader import Frame, Reader
 from tailreplay.store.tiers import Tiers
@@ -199,6 +198,12 @@ class Store:
             namespaces=spaces,
         )
 
+    def redis_in_words(self) -> str:
+        """Whether there is a Redis, for the log."""
+        if self.config.redis_url is None:
+            return "off"
+        return "on" if self.tiers.redis_status().get("healthy") else "configured, but down"
+
     def close(self) -> None:
         """Gives back memory and connections; what is in Redis stays there."""
         self._closing.set()
@@ -241,8 +246,8 @@ def _identity(listen: str) -> str:
 
 
 def _check_namespace(namespace: bytes) -> None:
-    if len(namespace) != DIGEST_BYTES * 4:
-        raise InvalidRequest(f"namespace has {len(namespace)} bytes, wanted 32")
+    if len(namespace) != NAMESPACE_BYTES:
+        raise InvalidRequest(f"namespace has {len(namespace)} bytes, wanted {NAMESPACE_BYTES}")
 
 
 def _checked(frames: Iterable[pb.PutFrame]) -> Iterator[pb.PutFrame]:
@@ -293,18 +298,3 @@ def _without_password(url: str | None) -> str:
         return "none"
     scheme, _, rest = url.partition("://")
     return f"{scheme}://{rest.rpartition('@')[2]}"
-
-
-def prepare_socket(address: str) -> None:
-    """Makes the folder of a Unix socket, private to this user, and clears a dead socket away.
-
-    Raises:
-        StoreUnavailable: something that is no socket has the path.
-    """
-    if address.startswith("unix:"):
-        path = address.removeprefix("unix:").removeprefix("//")
-        os.makedirs(os.path.dirname(path) or ".", mode=0o700, exist_ok=True)
-        if os.path.exists(path):
-            if not stat.S_ISSOCK(os.stat(path).st_mode):
-                raise StoreUnavailable(f"can not listen at {path}: it is no socket")
-            os.unlink(path)

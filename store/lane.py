@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from google.protobuf.message import DecodeError
 
 from tailreplay.proto import store_pb2 as pb
+from tailreplay.store.address import socket_path
 from tailreplay.store.checksum import crc32c_of
 from tailreplay.store.errors import (
     IntegrityError,
@@ -230,7 +231,7 @@ class Lane:
 
 def _listener(listen: str) -> tuple[socket.socket, str]:
     if listen.startswith("unix:"):
-        path = f"{listen.removeprefix('unix:').removeprefix('//')}.lane"
+        path = f"{socket_path(listen)}.lane"
         with suppress(FileNotFoundError):
             os.unlink(path)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

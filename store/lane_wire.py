@@ -12,6 +12,7 @@ import socket
 import struct
 from typing import TYPE_CHECKING, NamedTuple
 
+from tailreplay.store.address import socket_path
 from tailreplay.store.errors import IntegrityError, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -194,7 +195,7 @@ def connect(address: str, timeout_s: float) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.settimeout(timeout_s)
         try:
-            sock.connect(address.removeprefix("unix:").removeprefix("//"))
+            sock.connect(socket_path(address))
         except OSError:
             sock.close()
             raise

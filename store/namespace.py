@@ -15,6 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field
 FORMAT_VERSION = 1
 """Version of the stored format; a change makes every older object unreachable."""
 
+NAMESPACE_BYTES = 32
+"""Bytes of a namespace digest."""
+
 _CONTEXT = "tailreplay namespace v1"
 
 

@@ -7,6 +7,7 @@ import os
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
@@ -15,8 +16,9 @@ from grpc_reflection.v1alpha import reflection
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.proto import store_pb2_grpc as rpc
+from tailreplay.store.address import socket_path
 from tailreplay.store.config import StoreConfig
-from tailreplay.store.core import Store, prepare_socket
+from tailreplay.store.core import Store
 from tailreplay.store.errors import StoreUnavailable
 from tailreplay.store.lane import Lane
 from tailreplay.store.service import StoreService
@@ -70,7 +72,7 @@ class StoreServer:
             "serving at %s: pool %d bytes, redis %s",
             self.address,
             self.store.tiers.pool_bytes,
-            "on" if config.redis_url else "off",
+            self.store.redis_in_words(),
         )
 
     def _listen(self, config: StoreConfig) -> tuple[grpc.Server, str]:
@@ -83,7 +85,7 @@ class StoreServer:
                 ("grpc.so_reuseport", 0),
             ],
         )
-        prepare_socket(config.listen)
+        _prepare_socket(config.listen)
         if config.max_lanes:
             self._lane = self._open_lane(config)
         rpc.add_StoreServicer_to_server(StoreService(self.store, self._lane), server)
@@ -126,6 +128,20 @@ class StoreServer:
             self._lane.close()
         self._workers.shutdown()  # a handler that still runs reads the pool's memory
         self.store.close()
+
+
+def _prepare_socket(address: str) -> None:
+    """Makes the folder of a Unix socket, private to this user, and clears a dead socket away."""
+    if not address.startswith("unix:"):
+        return
+    path = Path(socket_path(address))
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.exists() and not path.is_socket():
+            raise StoreUnavailable(f"can not listen at {path}: it is no socket")
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise StoreUnavailable(f"can not listen at {path}: {error.strerror}") from error
 
 
 @contextmanager

@@ -9,7 +9,9 @@ import signal
 import threading
 from typing import TYPE_CHECKING, Any
 
-from tailreplay.store.config import StoreConfig
+from pydantic import ValidationError
+
+from tailreplay.store.config import ENV_PREFIX, StoreConfig, explained
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,6 +32,11 @@ def serve_until_stopped(flags: dict[str, Any], file: Path | None) -> None:
     """
     config = _config(flags, file)
     logging.basicConfig(level=logging.INFO, format=_FORMAT)
+    logger = logging.getLogger(__name__)
+    for name in sorted(os.environ):
+        setting = name.removeprefix(ENV_PREFIX).lower()
+        if name.startswith(ENV_PREFIX) and setting not in StoreConfig.model_fields:
+            logger.warning("%s is no setting of a store, ignored", name)
     # The tier engine reports home and draws a banner unless told not to before it is imported.
     os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
     os.environ.setdefault("LMCACHE_DISABLE_BANNER", "1")
@@ -37,30 +44,51 @@ def serve_until_stopped(flags: dict[str, Any], file: Path | None) -> None:
     from tailreplay.store.server import StoreServer
 
     stopped = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopped.set())
+    logger.info("reserving up to %d bytes of shared memory", config.pool_bytes)
     server = StoreServer(config)
     settings = ", ".join(
         f"{k}={v}" for k, v in sorted(config.model_dump().items()) if k != "redis_url"
     )
-    logging.getLogger(__name__).info("settings: %s", settings)
+    logger.info("settings: %s", settings)
+    # Until now a signal ends the process at once, and nothing is lost.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
     stopped.wait()
+    logger.info("stopping")
     server.stop()
+
+
+def settings_in_words() -> list[dict[str, str]]:
+    """Every setting: its name, variable, default and meaning."""
+    return [
+        {
+            "setting": name,
+            "variable": f"{ENV_PREFIX}{name.upper()}",
+            "default": str(field.get_default(call_default_factory=True)),
+            "meaning": field.description or "",
+        }
+        for name, field in StoreConfig.model_fields.items()
+    ]
 
 
 def _config(flags: dict[str, Any], file: Path | None) -> StoreConfig:
     """Flags over environment over file over defaults."""
     from_file = _read(file) if file is not None else {}
     in_environment = {
-        name for name in StoreConfig.model_fields if f"TAILREPLAY_{name.upper()}" in os.environ
+        name for name in StoreConfig.model_fields if f"{ENV_PREFIX}{name.upper()}" in os.environ
     }
     kept = {k: v for k, v in from_file.items() if k not in in_environment}
-    return StoreConfig(**{**kept, **flags})
+    try:
+        return StoreConfig(**{**kept, **flags})
+    except ValidationError as error:
+        raise ValueError(explained(error)) from None
 
 
 def _read(file: Path) -> dict[str, Any]:
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{file} can not be read: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"{file} is no JSON: {error}") from None
     if not isinstance(settings, dict):

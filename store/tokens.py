@@ -47,7 +47,7 @@ def extended_tokens(
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise InvalidRequest(
             f"token ids have shape {array.shape} and dtype {array.dtype}, "
-            "wanted one dimension of integers"
+            "wanted one dimension of integers (of a tokenizer's output, one prompt's input_ids)"
         )
     if array.size and (int(array.min()) < 0 or int(array.max()) > _MAX_TOKEN_ID):
         bad = int(array.min()) if int(array.min()) < 0 else int(array.max())

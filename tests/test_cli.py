@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 from store_objects import Client, Prefix
 
+from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
+from tailreplay.store.config import StoreConfig
 
 
 def run(*args: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -91,7 +94,8 @@ def test_explain_finds_the_first_differing_token_of_two_prompts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("nonsense", "no JSON"), ('{"a": 1}', "array"), ("[1, -2]", "-2")]
+    ("text", "said"),
+    [("nonsense", "no JSON"), ('{"a": 1}', "array"), ("[1, -2]", "-2"), ("[1, 2.5]", "2.5")],
 )
 def test_explain_refuses_what_is_no_prompt(server, text, said):
     done = run("explain", "-", "--url", server.address, "--namespace", "00" * 32, stdin=text)
@@ -117,8 +121,74 @@ def test_serve_refuses_a_file_that_holds_no_settings(tmp_path, text, said):
     assert "Traceback" not in done.stderr
 
 
-def test_serve_refuses_a_wrong_setting_by_name():
-    done = run("serve", "--pool-bytes", "12")
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--pool-bytes", "12"], "pool_bytes is 12: input should be greater than"),
+        (["--listen", "127.0.0.1:99999"], "a port from 0 to 65535"),
+        (["--listen", "http://x"], "wanted unix:///path/to.sock or host:port"),
+        (["--listen", "unix:///" + "x" * 107], "wanted at most 107"),
+        (["--listen", "unix:///proc/none/store.sock"], "can not listen at /proc/none/store.sock"),
+        (["--config", "/"], "/ can not be read"),
+        (["--config", "nowhere.json"], "nowhere.json can not be read"),
+    ],
+)
+def test_serve_refuses_a_wrong_setting_by_name(args, said):
+    done = run("serve", *args)
     assert done.returncode == 1
-    assert "pool_bytes" in done.stderr
+    assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_serve_lists_every_setting_with_its_variable_and_default():
+    listed = run("serve", "--settings").stdout
+    assert all(name in listed for name in StoreConfig.model_fields)
+    assert "TAILREPLAY_POOL_BYTES" in listed
+    assert str(StoreConfig.model_fields["pool_bytes"].default) in listed
+
+
+def test_an_unknown_setting_in_a_file_names_the_known_ones(tmp_path):
+    file = tmp_path / "store.json"
+    file.write_text('{"pool": 1}')
+    done = run("serve", "--config", str(file))
+    assert done.returncode == 1
+    assert "pool is no setting, wanted one of" in done.stderr
+    assert "pool_bytes" in done.stderr
+
+
+@pytest.mark.parametrize("url", ["http://foo", "nonsense", "127.0.0.1:0x1"])
+def test_a_wrong_address_is_refused_before_anything_is_asked(url):
+    done = run("ping", "--url", url)
+    assert done.returncode == 1
+    assert f"address is '{url}'" in done.stderr
+
+
+def test_what_can_not_be_written_is_an_error_with_its_reason(server):
+    done = run("stats", "--url", server.address, "--output", "/nowhere/stats")
+    assert done.returncode == 1
+    assert "/nowhere/stats can not be written" in done.stderr
+
+
+def test_stats_keep_their_order_whatever_their_values(server):
+    answer = json.loads(run("stats", "--url", server.address, "--format", "json").stdout)
+    assert list(answer) == list(pb.StatsResponse.DESCRIPTOR.fields_by_name)
+
+
+def test_watching_writes_again_and_again(server):
+    command = [sys.executable, "-P", "-m", "tailreplay.store.cli", "stats", "--watch", "0.01"]
+    command += ["--url", server.address, "--format", "json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
+        starts = 0
+        while starts < 3:
+            line = watching.stdout.readline()
+            assert line
+            starts += line == "{\n"
+        watching.terminate()
+
+
+def test_the_whole_namespace_is_shown_however_narrow_the_terminal(server):
+    assert bytes(range(32)).hex() in run("describe", "--url", server.address).stdout
+
+
+def test_version_is_printed():
+    assert run("--version").stdout == version("tailreplay") + "\n"

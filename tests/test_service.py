@@ -15,12 +15,11 @@ from waiting import until
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
 from tailreplay.store.config import StoreConfig
-from tailreplay.store.core import prepare_socket
 from tailreplay.store.errors import StoreUnavailable
 from tailreplay.store.geometry import Dtype, hidden_geometry, kv_geometry
 from tailreplay.store.header import object_bytes, parse_header
 from tailreplay.store.objects import Kind, Provenance
-from tailreplay.store.server import SERVICE_NAME
+from tailreplay.store.server import SERVICE_NAME, StoreServer
 from tailreplay.store.tokens import to_wire
 
 MIB = 1 << 20
@@ -385,7 +384,10 @@ BAD_PUTS = {
     "long page": ([begin, announced(HIDDEN, 0, 128)], "HIDDEN object covers [0, 128)"),
     "state of two": ([begin, announced(CHECKPOINT, 8, 10)], "CHECKPOINT object covers"),
     "backwards": ([begin, announced(KV, 256, 0)], "covers [256, 0), wanted a part of [0, 1000)"),
-    "beyond the end": ([begin, announced(KV, 768, 1024)], "covers [768, 1024), wanted a part of [0, 1000)"),
+    "beyond the end": (
+        [begin, announced(KV, 768, 1024)],
+        "covers [768, 1024), wanted a part of [0, 1000)",
+    ),
     "no bytes": ([begin, announced(KV, 0, 256, 0)], "object has 0 bytes, wanted at least"),
     "too many bytes": ([begin, announced(KV, 0, 256), CHUNK], "9001 bytes, only 9000 are due"),
     "object in object": ([begin, announced(KV, 0, 256), announced(KV, 0, 256)], "9000 bytes"),
@@ -643,7 +645,7 @@ def test_two_stores_on_any_port_do_not_exclude_each_other_and_files_are_left_alo
     precious = tmp_path / "precious"
     precious.write_text("text")
     with pytest.raises(StoreUnavailable, match="it is no socket"):
-        prepare_socket(f"unix://{precious}")
+        StoreServer(StoreConfig(listen=f"unix://{precious}", pool_bytes=4 * MIB))
     assert precious.read_text() == "text"
 
 
