@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -36,8 +37,8 @@ class UnsupportedModel(ValueError):
 class HybridModel:
     """A hybrid causal LM with its layers named by index, its cache by layer, no batch.
 
-    One forward at a time: `capture` and `waiting` hang hooks on the shared modules, so that they
-    see every forward of the model, whichever thread runs it. Holds no mutable state of its own.
+    One forward at a time in each thread: `capture` and `waiting` hang hooks on the shared modules,
+    which pass over what other threads run on them. Holds no mutable state of its own.
 
     Attributes:
         groups: the replay groups, in layer order.
@@ -123,7 +124,7 @@ class HybridModel:
 
     @contextmanager
     def capture(self) -> Iterator[HiddenRows]:
-        """Collect the output hiddens of the replay sources of every forward inside.
+        """Collect the output hiddens of the replay sources of this thread's forwards inside.
 
         Yields:
             An object whose `rows(source)` gives `[T, D]` in the model's dtype, for each of
@@ -132,7 +133,7 @@ class HybridModel:
         hidden = HiddenRows()
 
         def keep(source: int) -> Callable[..., None]:
-            return lambda _module, _args, out: hidden.add(source, _tensor(out)[0])
+            return _in_this_thread(lambda _module, _args, out: hidden.add(source, _tensor(out)[0]))
 
         with ExitStack() as hooks:
             for source in self.hidden_sources:
@@ -143,13 +144,13 @@ class HybridModel:
     def waiting(self, before_fa: Callable[[int], None]) -> Iterator[None]:
         """Call `before_fa(fa_layer)` right before that layer reads the cache, in each forward.
 
-        Runs in the thread of the forward, in layer order; an exception of it ends the forward.
+        Of this thread's forwards, in layer order; an exception of it ends the forward.
         The length of every layer's KV has to be right before the forward starts, its contents
         only when `before_fa` returns for it.
         """
 
         def call(layer: int) -> Callable[..., None]:
-            return lambda *_: before_fa(layer)
+            return _in_this_thread(lambda *_: before_fa(layer))
 
         with ExitStack() as hooks:
             for layer in self.fa_layers:
@@ -387,6 +388,17 @@ def _cache_name(module: Any) -> str:  # noqa: ANN401 - a model or a layer of it
     """Return the argument the cache goes by; by another name it is swallowed in silence."""
     names = inspect.signature(module.forward).parameters
     return "cache" if "cache" in names else "past_key_values"
+
+
+def _in_this_thread(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return `hook`, deaf to forwards of other threads: another engine may share the modules."""
+    owner = threading.get_ident()
+
+    def call(*args: Any) -> None:  # noqa: ANN401 - whatever a hook gets
+        if threading.get_ident() == owner:
+            hook(*args)
+
+    return call
 
 
 def _tensor(out: Any) -> Tensor:  # noqa: ANN401 - what a decoder layer returns

@@ -2,6 +2,7 @@
 
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -268,6 +269,25 @@ def test_capture_joins_the_forwards_inside_it_and_no_others(prefix):
     assert relative_l2(rows, prefix.hidden.rows(3)[:41]) <= STATE_BOUND
     with pytest.raises(ValueError, match=r"no rows of source 7, wanted one of \[3\]"):
         hidden.rows(7)
+
+
+def test_forwards_of_other_threads_are_neither_captured_nor_made_to_wait(prefix):
+    """Two engines, of two tenants even, may share a model."""
+    model = prefix.model
+
+    def other():
+        cache = model.new_cache()
+        return model.forward(prefix.tokens[100:130], cache)
+
+    def fail(layer):
+        raise TimeoutError(f"layer {layer}")
+
+    with ThreadPoolExecutor(1) as thread, model.capture() as hidden, model.waiting(fail):
+        thread.submit(other).result()
+        with pytest.raises(ValueError, match="no rows of source 3"):
+            hidden.rows(3)
+        with pytest.raises(TimeoutError):
+            other()
 
 
 def test_states_are_copies_both_ways(prefix):
