@@ -276,14 +276,13 @@ class Catalog:
 
     def namespaces(self) -> dict[bytes, tuple[int, int, dict[Kind, Geometry]]]:
         """Blocks, their tokens and known geometries of each namespace."""
+        shapes: dict[bytes, dict[Kind, Geometry]] = {}
         with self._lock:
+            for (space, kind), geometry in self._geometry.items():
+                shapes.setdefault(space, {})[kind] = geometry
             return {
-                space: (
-                    self._index.nodes(space),
-                    self._index.tokens(space),
-                    {kind: g for (owner, kind), g in self._geometry.items() if owner == space},
-                )
-                for space in self._index.namespaces()
+                space: (blocks, tokens, shapes.get(space, {}))
+                for space, (blocks, tokens) in self._index.sizes().items()
             }
 
     # What follows is called under the lock, unless it says otherwise.

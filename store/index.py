@@ -12,6 +12,7 @@ Nothing here does I/O or locks: the store calls it under its own lock.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -327,17 +328,14 @@ class TokenIndex:
         if node is not None and node.kv is not None:
             self.prune(node.kv)
 
-    def nodes(self, namespace: bytes) -> int:
-        """Blocks in a namespace."""
-        return sum(1 for space, _ in self._nodes if space == namespace)
-
-    def tokens(self, namespace: bytes) -> int:
-        """Tokens in a namespace's blocks."""
-        return sum(node.tokens for (space, _), node in self._nodes.items() if space == namespace)
-
-    def namespaces(self) -> tuple[bytes, ...]:
-        """Namespaces with a tree."""
-        return tuple(self._roots)
+    def sizes(self) -> dict[bytes, tuple[int, int]]:
+        """Blocks of each namespace with a tree, and their tokens; one pass for all."""
+        blocks: Counter[bytes] = Counter()
+        tokens: Counter[bytes] = Counter()
+        for (namespace, _), node in self._nodes.items():
+            blocks[namespace] += 1
+            tokens[namespace] += node.tokens
+        return {namespace: (blocks[namespace], tokens[namespace]) for namespace in self._roots}
 
     def records(self) -> Iterator[Record]:
         """Every record."""
