@@ -34,6 +34,7 @@ from tailreplay.store.chain import DIGEST_BYTES
 from tailreplay.store.errors import StoreUnavailable
 from tailreplay.store.index import Block
 from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Kind, Provenance
+from tailreplay.store.tokens import MAX_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -51,6 +52,8 @@ _SCAN_COUNT = 1000
 _SEAL_BYTES = 8
 _PAGE_BYTES = PAGE_TOKENS * DIGEST_BYTES
 _MAX_PAGES = KV_BLOCK_TOKENS // PAGE_TOKENS
+_MAX_OBJECT_BYTES = 1 << 40
+"""More than any object has: a header holds checksums of 2^18 pages, of 1 MiB at most."""
 _FIELD = re.compile(rb"k|[0-3]|c[0-9]{1,10}:[0-9a-f]{16}")
 
 
@@ -249,5 +252,12 @@ def _entry(field: bytes, value: bytes) -> Entry:
     if not _FIELD.fullmatch(field):
         raise ValueError(f"field {field!r}, wanted one of the module's table")
     size, provenance = _ENTRY.unpack_from(value)
-    state = _STATE.unpack_from(value, _ENTRY.size) if field.startswith(b"c") else (b"", b"")
+    if not 0 < size <= _MAX_OBJECT_BYTES:
+        raise ValueError(f"field {field!r} is of {size} bytes, wanted 1 to {_MAX_OBJECT_BYTES}")
+    state: tuple[bytes, bytes] = (b"", b"")
+    if field.startswith(b"c"):
+        state = _STATE.unpack_from(value, _ENTRY.size)
+        token, _, digest = field[1:].partition(b":")
+        if not 0 < int(token) <= MAX_TOKENS or digest != state[1].hex().encode():
+            raise ValueError(f"field {field!r} is no name of the checkpoint in it")
     return Entry(field.decode("ascii"), size, Provenance(provenance), *state)

@@ -142,6 +142,25 @@ def test_a_field_under_anothers_name_is_a_miss(manifests, raw):
     assert [entry.field for entry in entries] == ["k"]
 
 
+@pytest.mark.parametrize("size", [0, (1 << 40) + 1, (1 << 64) - 1])
+def test_a_sealed_size_that_no_object_has_is_a_miss(manifests, size):
+    manifests.commit([(FIRST, Entry("k", size, Provenance.EXACT))])
+    assert manifests.load() == []
+
+
+@pytest.mark.parametrize("token", [0, (1 << 22) + 1, 1 << 32])
+def test_a_sealed_checkpoint_of_no_prefix_is_a_miss(manifests, token):
+    field = f"c{token}:{bytes(8).hex()}"
+    manifests.commit([(FIRST, Entry(field, 1000, Provenance.EXACT, bytes(32), bytes(8)))])
+    assert manifests.load() == []
+
+
+def test_a_sealed_checkpoint_under_anothers_digest_is_a_miss(manifests):
+    field = f"c100:{'1' * 16}"
+    manifests.commit([(FIRST, Entry(field, 1000, Provenance.EXACT, bytes(32), bytes(8)))])
+    assert manifests.load() == []
+
+
 @pytest.mark.parametrize("field", ["x", "4", "c:", "cx:0", "c1:zz", ""])
 def test_a_sealed_field_that_nobody_knows_is_a_miss(manifests, field):
     manifests.commit([(FIRST, Entry(field, 1000, Provenance.EXACT, bytes(32), bytes(8)))])
