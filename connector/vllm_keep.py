@@ -10,6 +10,7 @@ import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,11 +21,11 @@ from tailreplay.connector.plan import StoredPrefix, plan_put
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.chain import PrefixChain
 from tailreplay.store.errors import StoreUnavailable, TailReplayError
-from tailreplay.store.header import Header, build_object
+from tailreplay.store.header import Header, build_object, object_bytes
 from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind, ObjectName
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tailreplay.connector.client import StoreClient
     from tailreplay.connector.payload import PayloadCodec
@@ -187,15 +188,19 @@ class Keeper:
                 if not sent.kv or first < sent.first:
                     break
                 rows = sent.kv[0][:, :, first - sent.first : end - sent.first]
-                layers = [(k.transpose(0, 1), v.transpose(0, 1)) for k, v in rows]
-                payload = self._codec.pack_kv(layers, 0, end - first)
+                pack = partial(self._pack_kv, rows)
             else:
                 rows = sent.hidden[0][:, first - hidden_first : end - hidden_first]
-                payload = self._codec.pack_hidden(list(rows), 0, end - first)
-            yield self._object(sent.namespace, chain, kind, (first, end), payload)
+                pack = partial(self._codec.pack_hidden, list(rows), 0, end - first)
+            yield self._object(sent.namespace, chain, kind, (first, end), pack)
         for tokens, units in sorted(sent.states.items()):
             span = (tokens - 1, tokens)
-            yield self._object(sent.namespace, chain, Kind.CHECKPOINT, span, units)
+            pack = partial(_as_it_is, units)
+            yield self._object(sent.namespace, chain, Kind.CHECKPOINT, span, pack)
+
+    def _pack_kv(self, rows: Tensor) -> memoryview:
+        layers = [(k.transpose(0, 1), v.transpose(0, 1)) for k, v in rows]
+        return self._codec.pack_kv(layers, 0, rows.shape[2])
 
     def _object(
         self,
@@ -203,19 +208,23 @@ class Keeper:
         chain: PrefixChain,
         kind: Kind,
         span: tuple[int, int],
-        payload: memoryview,
+        pack: Callable[[], memoryview],
     ) -> ObjectBytes:
+        """One object; packed when the store wants it."""
         first, end = span
         name = ObjectName(namespace, kind, chain.prefix_hash(end))
         header = Header(name, self._codec.geometry[kind], first, end - first, ())
-        head, body = build_object(header, payload)
         announce = pb.PutObject(
             kind=pb.Kind.ValueType(kind),
             first_token=first,
             end_token=end,
-            size_bytes=len(head) + len(body),
+            size_bytes=object_bytes(header.geometry, header.rows),
         )
-        return ObjectBytes(announce, (head, body))
+        return ObjectBytes(announce, lambda: build_object(header, pack()))
+
+
+def _as_it_is(payload: memoryview) -> memoryview:
+    return payload
 
 
 def _joined(pieces: list[Tensor], dim: int) -> list[Tensor]:

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from tailreplay.connector.plan import FetchPlan
     from tailreplay.store.tokens import ExtendedTokens
 
+IDLE_S = 0.005
+"""Longest wait in a step that runs no forward, seconds."""
+
 BlockIds = tuple[list[int], ...]
 """Block ids of a request, one list per kv-cache group."""
 
@@ -95,6 +98,7 @@ class StepOps:
         dropped: requests whose load is over, by failure (True) or abort (False).
         keeps: rows to keep, in any order.
         finished: requests that will have no more rows, with all their tokens; None = forget them.
+        idle: whether the step runs no forward, so that waiting a little costs nobody anything.
     """
 
     loads: list[LoadOp] = field(default_factory=list)
@@ -102,6 +106,7 @@ class StepOps:
     dropped: dict[str, bool] = field(default_factory=dict)
     keeps: list[KeepOp] = field(default_factory=list)
     finished: dict[str, ExtendedTokens | None] = field(default_factory=dict, repr=False)
+    idle: bool = False
 
 
 @dataclass(slots=True)

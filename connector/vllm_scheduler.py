@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,14 @@ from tailreplay.connector.plan import (
 )
 from tailreplay.connector.vllm_config import APPROXIMATE, settings_of
 from tailreplay.connector.vllm_load import LOCAL
-from tailreplay.connector.vllm_meta import KeepBegin, KeepOp, LoadOp, StepOps, WorkerNews
+from tailreplay.connector.vllm_meta import (
+    IDLE_S,
+    KeepBegin,
+    KeepOp,
+    LoadOp,
+    StepOps,
+    WorkerNews,
+)
 from tailreplay.connector.vllm_model import state_blocks, state_sizes
 from tailreplay.connector.vllm_names import Namespaces, prompt_tokens
 from tailreplay.store.errors import TailReplayError
@@ -172,7 +179,19 @@ class SchedulerSide:
                 self._next.dropped[request_id] = True
         ops, self._next = self._next, StepOps()
         self._add_keeps(ops, scheduler_output)
+        ops.idle = not scheduler_output.total_num_scheduled_tokens
+        if ops.idle:
+            self._rest()
         return ops
+
+    def _rest(self) -> None:
+        """Gives the processor to the lookups, for a moment, when there is nothing else to run.
+
+        vLLM would ask again at once, and again, and keep them from the interpreter.
+        """
+        waiting = [t.asked for t in self._tracked.values() if not t.asked.done()]
+        if waiting:
+            wait(waiting, IDLE_S, return_when=FIRST_COMPLETED)
 
     def heard(self, news: WorkerNews | None, finished: set[str], failed: set[str]) -> None:
         """Takes in what the workers report after a step."""
@@ -380,8 +399,13 @@ def _report(tracked: _Tracked) -> dict[str, Any]:
     plan = tracked.plan
     if plan is None:
         return {"mode": "miss", "miss_reason": tracked.failed, "matched_tokens": 0}
+    reason = None
+    if plan.mode == "miss":
+        worst = max(plan.lost, key=plan.lost.__getitem__, default="not_stored")
+        reason = tracked.asked.result().reason or worst
     return {
         "mode": plan.mode,
+        "miss_reason": reason,
         "matched_tokens": plan.matched_tokens,
         "used_tokens": plan.used_tokens,
         "local_tokens": tracked.local_tokens,

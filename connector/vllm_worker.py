@@ -8,6 +8,7 @@ parallelism every rank does the same in the same step, because the scheduler's s
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from tailreplay.connector.payload import PayloadCodec
 from tailreplay.connector.vllm_config import settings_of
 from tailreplay.connector.vllm_keep import Keeper
 from tailreplay.connector.vllm_load import LOCAL, RankLoad
-from tailreplay.connector.vllm_meta import StepOps, WorkerNews
+from tailreplay.connector.vllm_meta import IDLE_S, StepOps, WorkerNews
 from tailreplay.connector.vllm_model import Shard, VllmModel
 from tailreplay.connector.vllm_prefill import Piece, Prefiller
 from tailreplay.store.objects import KV_BLOCK_TOKENS
@@ -91,6 +92,7 @@ class WorkerSide:
         self._filling: dict[str, _Filling] = {}
         # What fetching threads have to say; appended by them, taken by the main thread.
         self._over: deque[tuple[str, str | None]] = deque()
+        self._news = threading.Event()
         self._done: set[str] = set()
         self._failed: set[str] = set()
 
@@ -109,7 +111,7 @@ class WorkerSide:
                 self._client,
                 self._whole.geometry,
                 self._settings.stall_timeout_s,
-                lambda request_id, reason: self._over.append((request_id, reason)),
+                self._arrived,
             )
 
     def keep(self, ops: StepOps, slot_mapping: Mapping[str, Tensor] | None) -> None:
@@ -140,6 +142,10 @@ class WorkerSide:
             logger.exception("loads are given up, prefill instead")
             for request_id in {*ops.ready, *self._filling}:
                 self._drop(request_id, True)
+        if ops.idle and self._loads and not self._filling and not self._done:
+            # vLLM would step again at once, and keep the interpreter from the fetching threads.
+            self._news.wait(IDLE_S)
+            self._news.clear()
 
     def take_results(self) -> tuple[set[str], set[str]]:
         """Requests whose load is over, and those among them that failed."""
@@ -168,6 +174,11 @@ class WorkerSide:
         if self._keeper is not None:
             self._keeper.close()
         self._client.close()
+
+    def _arrived(self, request_id: str, reason: str | None) -> None:
+        """Called by a fetching thread."""
+        self._over.append((request_id, reason))
+        self._news.set()
 
     def _forget(self, request_id: str) -> None:
         if self._keeper is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from vllm_engine import Engine
-from vllm_models import qwen35
+from vllm_models import qwen3_next, qwen35
 
 from tailreplay.store import serve_in_thread
 from tailreplay.store.objects import Kind
@@ -98,8 +98,10 @@ def eager(start: Callable[..., Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def chunked(start: Callable[..., Any]) -> Any:
-    """Prefix caching on, prefill in chunks of 512."""
-    return start(enable_prefix_caching=True, max_num_batched_tokens=512)
+    """Prefix caching on, prefill in chunks of 512, requests by priority."""
+    return start(
+        enable_prefix_caching=True, max_num_batched_tokens=512, scheduling_policy="priority"
+    )
 
 
 @pytest.mark.parametrize("m", HIT_TOKENS)
@@ -226,12 +228,25 @@ def test_a_local_hit_is_completed_from_the_store(chunked: Any):
     assert found["report"]["local_tokens"] == 768
 
 
+@pytest.mark.parametrize("order", [(0, 5), (5, 0)])
+def test_hits_do_not_depend_on_priority(chunked: Any, order: tuple[int, int]):
+    prompt = tokens(1000, seed=20 + order[0])
+    chunked.generate(prompts=[prompt])
+    lengths = (300, 600)
+    names = [
+        chunked.add(prompt=branch(prompt, m), priority=priority)
+        for m, priority in zip(lengths, order, strict=True)
+    ]
+    done = chunked.run()
+    assert [done[name]["cached"] for name in names] == list(lengths)
+
+
 def test_a_store_that_comes_late_is_found(
     start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
 ):
     address = f"unix://{tmp_path_factory.mktemp('late')}/store.sock"
     small = qwen35(tmp_path_factory.mktemp("small"), layers=4)
-    quick = {"put_timeout_s": 1.0}
+    quick = {"put_timeout_s": 1.0, "match_timeout_s": 0.25}
     compiled = start(address, enforce_eager=False, model=small, connector=quick)
     prompt = tokens(1000, seed=13)
     missed = compiled.generate(prompts=[prompt])[0]
@@ -269,5 +284,46 @@ def test_engines_of_any_tensor_parallel_size_share(start: Callable[..., Any], ea
     for engine, prompt in ((split, ours), (eager, theirs)):
         plain = engine.generate(prompts=[branch(prompt, 777)], mode="off")[0]
         hits = [engine.generate(prompts=[branch(prompt, 777, n)])[0] for n in (100, 100)]
-        assert [hit["cached"] for hit in hits] == [777, 876]
+        assert [hit["cached"] for hit in hits] == [777, 876], [hit["report"] for hit in hits]
         assert worst(hits, [plain, plain]) < 0.3
+
+
+def test_a_tail_is_replayed_and_leaves_nothing_behind(start: Callable[..., Any], store: Any):
+    engine = start(connector={"mode": "tail", "replay_ratio": 0.5})
+    prompt = tokens(1400, seed=17)
+    engine.generate(prompts=[prompt])
+    prompts = [branch(prompt, m) for m in (257, 777, 1234)]
+    plain = engine.generate(prompts=prompts, mode="off")
+    stored_bytes = store.store.stats().stored_bytes
+    zeros = engine.generate(prompts=prompts, mode="zero")
+    tails = engine.generate(prompts=prompts)
+    assert [t["cached"] for t in tails] == [257, 777, 1234]
+    assert [t["report"]["replayed_tokens"] for t in tails] == [129 + 3, 389 + 3, 617 + 3]
+    assert {t["report"]["mode"] for t in tails} == {"tail"}
+    assert worst(tails, plain) < worst(zeros, plain) / 2
+    assert store.store.stats().stored_bytes == stored_bytes
+
+
+def test_a_tail_without_hiddens_runs_over_its_own_keys_and_values(eager: Any):
+    prompt = tokens(1400, seed=18)
+    eager.generate(prompts=[prompt])
+    branched = [branch(prompt, 130)]
+    plain, zero, tail = (
+        eager.generate(prompts=branched, mode=mode) for mode in ("off", "zero", "tail")
+    )
+    assert tail[0]["report"]["replayed_tokens"] == 64 + 3
+    assert worst(tail, plain) < worst(zero, plain)
+
+
+def test_experts_are_the_models_own_in_a_gap(
+    start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+):
+    moe = start(model=qwen3_next(tmp_path_factory.mktemp("moe")))
+    prompt = tokens(1400, seed=19)
+    moe.generate(prompts=[prompt], cache_salt="moe")
+    found = moe.compare(
+        prompt=branch(prompt, 777), cuts=[777], noise_cuts=[33, 777], salts=["moe", "a", "b"]
+    )
+    assert found["cached"] == 777
+    assert found["state_error"] == 0
+    assert found["tokens_equal"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tailreplay.connector.client import StoreClient
+from tailreplay.connector.load import Load
 from tailreplay.connector.payload import PayloadCodec
 from tailreplay.connector.plan import FetchPlan, StoredCheckpoint
 from tailreplay.connector.vllm_config import check_supported, is_tested, settings_of
@@ -20,6 +21,7 @@ from tailreplay.connector.vllm_model import ModelDims, Shard, state_blocks
 from tailreplay.connector.vllm_names import Namespaces, media_element, prompt_tokens
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
+from tailreplay.store.chain import PrefixChain
 from tailreplay.store.tokens import extended_tokens
 
 
@@ -260,8 +262,15 @@ def test_rows_in_any_portions_become_blocks_and_grow_with_the_answer():
         assert stored_kv(client, tokens) == 800
         wanted = pb.Range(kind=pb.KIND_KV, first_token=0, end_token=800, first_unit=1, units=1)
         leaf = client.match(bytes(32), tokens, timeout_s=5).leaf
-        frames = client.fetch(bytes(32), leaf, [wanted], timeout_s=5)
-        data = b"".join(f.rows.data for f in frames if f.WhichOneof("frame") == "rows")
+        load = Load(
+            [wanted],
+            PayloadCodec(dims()).geometry,
+            PrefixChain(bytes(32), tokens),
+            stall_timeout_s=5,
+            on_event=lambda name, wanted: None,
+        )
+        load.run(client.fetch(bytes(32), leaf, [wanted], timeout_s=5))
+        data = load.wait(0).tobytes()
         got = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).view(800, 8)
         assert torch.equal(got, rows(0, 800)[0, 0, :, 0, :1].expand(-1, 8))
 

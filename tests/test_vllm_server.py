@@ -60,7 +60,7 @@ class Server(Process):
             "port": str(self.port),
             "max-model-len": "4096",
             "max-num-batched-tokens": "2048",
-            "kv-transfer-config": json.dumps(transfer_config(store)),
+            "kv-transfer-config": json.dumps(transfer_config(store, match_timeout_s=2.0)),
         }
         for name, value in flags.items():
             command += [f"--{name}", value]

