@@ -251,7 +251,9 @@ class Lanes:
             stat = os.fstat(fd)
             with self._lock:
                 if self._segment is None or self._segment[0] != (stat.st_dev, stat.st_ino):
-                    mapped = mmap.mmap(fd, stat.st_size, prot=mmap.PROT_READ)
+                    mapped = mmap.mmap(
+                        fd, stat.st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ
+                    )
                     self._segment = ((stat.st_dev, stat.st_ino), mapped)
                 return self._segment[1]
         finally:

@@ -35,6 +35,10 @@ _REASONS = {
 }
 
 
+def _fresh(shape: tuple[int, int, int]) -> npt.NDArray[np.uint8]:
+    return np.empty(shape, np.uint8)
+
+
 class LoadFailed(Exception):
     """A range did not come. `reason` is one of the report's reasons for lost tokens."""
 
@@ -53,6 +57,8 @@ class Load:
         stall_timeout_s: longest pause between frames.
         on_event: called with (name, range) from the reading thread, at each range's first row and
             at its end.
+        allocate: gives a range's buffer for its shape; fresh memory costs as much to touch as the
+            rows to copy, so who loads often hands out memory that was used before.
 
     Attributes:
         buffers: per range `[units, rows, row bytes]` uint8; filled when `wait` returns for it.
@@ -66,13 +72,14 @@ class Load:
         *,
         stall_timeout_s: float,
         on_event: Callable[[str, pb.Range], None],
+        allocate: Callable[[tuple[int, int, int]], npt.NDArray[np.uint8]] = _fresh,
     ) -> None:
         self._ranges = ranges
         self._geometry = geometry
         self._chain = chain
         self._stall_timeout_s = stall_timeout_s
         self._on_event = on_event
-        self.buffers = [self._buffer(wanted) for wanted in ranges]
+        self.buffers = [allocate(self._shape(wanted)) for wanted in ranges]
         # Touched by the reading thread alone: which rows of each range have come, `[units, rows]`.
         self._came = [np.zeros(buffer.shape[:2], bool) for buffer in self.buffers]
         # Guarded by _changed: what has come so far.
@@ -139,10 +146,10 @@ class Load:
         with self._changed:
             return dict(self._bytes)
 
-    def _buffer(self, wanted: pb.Range) -> npt.NDArray[np.uint8]:
+    def _shape(self, wanted: pb.Range) -> tuple[int, int, int]:
         geometry = self._geometry[Kind(wanted.kind)]
         units = wanted.units or geometry.units - wanted.first_unit
-        return np.empty((units, wanted.end_token - wanted.first_token, geometry.row_bytes), "u1")
+        return units, wanted.end_token - wanted.first_token, geometry.row_bytes
 
     def _settled(self, number: int) -> bool:
         return self._done[number] or number in self._failed or self._over is not None

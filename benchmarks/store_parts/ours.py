@@ -1,6 +1,7 @@
 """Our store: the server in a child process, and a client that does what an engine does."""
 
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,13 @@ class Prompt:
         items = (self._item(geometry, i * step, step, row) for i, row in enumerate(rows))
         return client.put(NAMESPACE, self.tokens, items, timeout_s=TIMEOUT_S)
 
-    def load(self, client: StoreClient, geometry: Geometry, end_token: int) -> Load:
+    def load(
+        self,
+        client: StoreClient,
+        geometry: Geometry,
+        end_token: int,
+        allocate: Callable[[tuple[int, int, int]], Blob] = lambda shape: np.empty(shape, np.uint8),
+    ) -> Load:
         """Fetches rows [0, end_token) with one Fetch into a buffer; returns when all are there."""
         ranges = [pb.Range(kind=pb.Kind.ValueType(geometry.kind), end_token=end_token)]
         load = Load(
@@ -73,6 +80,7 @@ class Prompt:
             self.chain,
             stall_timeout_s=TIMEOUT_S,
             on_event=lambda *_: None,
+            allocate=allocate,
         )
         load.run(client.fetch(NAMESPACE, self.leaf, ranges, timeout_s=TIMEOUT_S))
         load.wait(0)
@@ -115,6 +123,7 @@ class Ours:
         self._prompts = [Prompt(number, tokens) for number in range(rounds + 1)]
         self._prompt = self._prompts[0]
         self._load: Load | None = None
+        self._buffer: Blob | None = None
 
     def put(self, number: int) -> None:
         """One Put of all objects, acknowledged when they are in the store's pool."""
@@ -123,9 +132,14 @@ class Ours:
         assert answer.stored == len(self._blob), f"{answer} for {len(self._blob)} objects"
 
     def get(self) -> None:
-        """One Fetch of all objects."""
-        self._load = None  # its memory goes back first, as between two requests
-        self._load = self._prompt.load(self._client, self._geometry, len(self._prompt.tokens))
+        """One Fetch of all objects, into memory that earlier ones used, as memcpy's target is."""
+        tokens = len(self._prompt.tokens)
+        self._load = self._prompt.load(self._client, self._geometry, tokens, self._target)
+
+    def _target(self, shape: tuple[int, int, int]) -> Blob:
+        if self._buffer is None or self._buffer.shape != shape:
+            self._buffer = np.zeros(shape, np.uint8)
+        return self._buffer
 
     def got(self) -> Blob:
         """What came, in the order in which it was put: object by object."""
