@@ -65,7 +65,8 @@ class _Tracked:
         asked_s: when the lookup was handed to its thread.
         state: 'waiting' until its blocks exist, 'loading' until every rank has the bytes,
             'filling' until it is reported, 'running'.
-        kept_to: tokens whose rows have been handed to the keeper.
+        failed: why no load is tried any more; None = nothing has failed.
+        begun: whether its rows are being kept.
         last_state: token of the last state that was kept.
     """
 
@@ -100,13 +101,23 @@ class SchedulerSide:
     ) -> None:
         self._settings = settings_of(vllm_config)
         self._clock = clock
-        self._strict = self._settings.strict and vllm_config.cache_config.enable_prefix_caching
+        caching = vllm_config.cache_config.enable_prefix_caching
+        self._strict = caching and self._settings.strict
+        # vLLM's own cache then says nothing about how exact its numbers are.
+        self._mixed = caching and not self._settings.strict
         self._namespaces = Namespaces(vllm_config, self._settings)
         self._shape = _shape(vllm_config, self._settings.keeps_hiddens)
         self._ranks = vllm_config.parallel_config.world_size
         self._state_sizes = state_sizes(kv_cache_config.kv_cache_groups)
         self._fa_gid = self._state_sizes.index(-1)
         self._fa_size = kv_cache_config.kv_cache_groups[self._fa_gid].kv_cache_spec.block_size
+        logger.info(
+            "store %s, mode %s, approximate numbers %s vLLM's own cache, outputs %sstored",
+            self._settings.store,
+            self._settings.mode,
+            "may enter" if self._mixed else "stay out of",
+            "" if self._settings.store_outputs else "not ",
+        )
         self._client = StoreClient(
             self._settings.store, match_timeout_s=self._settings.match_timeout_s
         )
@@ -228,8 +239,8 @@ class SchedulerSide:
         return {"tailreplay": _report(tracked)} if wants else None
 
     def close(self) -> None:
-        """Ends threads and the connection."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Lets running lookups end, each within its deadline, then gives the connection back."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
         self._client.close()
 
     def _track(self, request: Any) -> _Tracked:
@@ -284,7 +295,8 @@ class SchedulerSide:
             stored = replace(stored, checkpoints=(*behind, local, *after))
         plan = plan_fetch(stored, len(tracked.tokens), tracked.policy, self._shape)
         # Even a tail of all rows is not exact: stored hiddens are rounded sums.
-        plan = replace(plan, exact=plan.exact and plan.replay_first is None)
+        inexact = plan.replay_first is not None or (self._mixed and local_tokens > 0)
+        plan = replace(plan, exact=plan.exact and not inexact)
         return _before_media(plan, tracked.request)
 
     def _begin(self, tracked: _Tracked) -> KeepBegin | None:

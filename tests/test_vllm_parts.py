@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +21,7 @@ from tailreplay.connector.vllm_load import LOCAL, RankLoad
 from tailreplay.connector.vllm_meta import KeepBegin, KeepOp, LoadOp, StepOps, WorkerNews
 from tailreplay.connector.vllm_model import ModelDims, Shard, state_blocks
 from tailreplay.connector.vllm_names import Namespaces, media_element, prompt_tokens
+from tailreplay.connector.vllm_scheduler import SchedulerSide
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
 from tailreplay.store.chain import PrefixChain
@@ -291,3 +294,128 @@ def test_a_rank_s_state_units_are_those_of_its_key_heads():
     whole, part = PayloadCodec(dims()), PayloadCodec(dims(2))
     assert whole.geometry[2 + 1].units == 2 * part.geometry[2 + 1].units
     assert np.isclose(whole.geometry[3].row_bytes, part.geometry[3].row_bytes)
+
+
+def scheduler_side(
+    address: str, clock: Any = time.monotonic, ranks: int = 1, match_timeout_s: float = 5.0
+) -> SchedulerSide:
+    """The scheduler's side of an engine without prefix caching."""
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    model = SimpleNamespace(
+        hf_config=SimpleNamespace(to_dict=lambda: {"layer_types": kinds}),
+        hf_text_config=SimpleNamespace(layer_types=kinds),
+        get_total_num_kv_heads=lambda: 2,
+        dtype=torch.bfloat16,
+        quantization=None,
+        model="m",
+    )
+    engine = config(
+        kv_transfer_config__kv_connector_extra_config={
+            "store": address,
+            "weights_id": "w",
+            "match_timeout_s": match_timeout_s,
+        },
+        cache_config__enable_prefix_caching=False,
+        model_config=model,
+    )
+    engine.parallel_config.world_size = ranks
+    specs = [
+        SimpleNamespace(mamba_cache_mode="none", block_size=4096),
+        SimpleNamespace(block_size=256),
+    ]
+    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+    return SchedulerSide(engine, SimpleNamespace(kv_cache_groups=groups), clock)
+
+
+def incoming(ids: list[int]) -> Any:
+    return request(
+        request_id="r",
+        prompt_token_ids=ids,
+        num_preemptions=0,
+        num_computed_tokens=0,
+        kv_transfer_params=None,
+    )
+
+
+def empty_step() -> Any:
+    return SimpleNamespace(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+        num_scheduled_tokens={},
+        total_num_scheduled_tokens=0,
+        kv_connector_block_state=None,
+    )
+
+
+@pytest.fixture
+def loading() -> Iterator[tuple[SchedulerSide, Any]]:
+    """A scheduler's side of two ranks, and a request of which 600 tokens are being loaded."""
+    ids = list(range(700))
+    with serve_in_thread() as server:
+        side = scheduler_side(server.address, ranks=2)
+        asked = incoming(ids)
+        namespace = side._namespaces.of(asked)
+        with StoreClient(server.address) as client:
+            keeper = Keeper(client, PayloadCodec(dims()), 5.0)
+            keeper.begin("other", KeepBegin(namespace, extended_tokens(ids[:600]), 0, (), ()))
+            keeper.add_rows("other", 0, rows(0, 600), None)
+            keeper.put("other")
+            keeper.close()
+        side.on_new_request(asked)
+        while (found := side.matched(asked, 0)) == (None, False):
+            assert side.step(empty_step()).idle
+        assert found == (600, True)
+        side.allocated(asked, ([7], [1, 2, 3]), 600)
+        assert [op.request_id for op in side.step(empty_step()).loads] == ["r"]
+        yield side, asked
+        side.close()
+
+
+def test_all_ranks_fill_the_cache_in_the_step_after_the_last_has_its_bytes(loading: Any):
+    side, _ = loading
+    side.heard(WorkerNews({"r": 1}), set(), set())
+    assert side.step(empty_step()).ready == []
+    side.heard(WorkerNews({"r": 1}), set(), set())
+    assert side.step(empty_step()).ready == ["r"]
+
+
+def test_a_load_that_fails_on_one_rank_is_dropped_on_all_and_not_tried_again(loading: Any):
+    side, asked = loading
+    side.heard(WorkerNews({"r": 1}, {"r": 1}, {"r": "evicted"}), set(), set())
+    step = side.step(empty_step())
+    assert (step.ready, step.dropped) == ([], {"r": True})
+    side.heard(None, {"r"}, {"r"})
+    assert side.matched(asked, 0) == (0, False)
+
+
+@pytest.mark.parametrize("ranks_done", [0, 1, 2])
+def test_an_aborted_load_is_dropped_once_however_far_it_is(loading: Any, ranks_done: int):
+    side, asked = loading
+    side.heard(WorkerNews({"r": ranks_done}), set(), set())
+    if ranks_done == 2:
+        assert side.step(empty_step()).ready == ["r"]
+    side.finished(asked)
+    assert side.step(empty_step()).dropped == {"r": False}
+    side.heard(WorkerNews({"r": 2 - ranks_done}), {"r"}, set())
+    step = side.step(empty_step())
+    assert (step.ready, step.dropped) == ([], {})
+
+
+def test_a_load_that_has_been_reported_is_not_dropped_by_a_later_abort(loading: Any):
+    side, asked = loading
+    side.heard(WorkerNews({"r": 2}), set(), set())
+    side.step(empty_step())
+    side.heard(None, {"r"}, set())
+    side.finished(asked)
+    assert side.step(empty_step()).dropped == {}
+
+
+def test_a_lookup_is_waited_for_no_longer_than_its_deadline(tmp_path: Any):
+    now = 0.0
+    address = f"unix://{tmp_path}/nobody.sock"
+    side = scheduler_side(address, clock=lambda: now, match_timeout_s=0.5)
+    asked = incoming([1, 2, 3])
+    assert side.matched(asked, 0) == (None, False)
+    now = 0.6
+    assert side.matched(asked, 0) == (0, False)
+    side.close()
