@@ -72,6 +72,8 @@ class Catalog:
         self._pending: dict[ObjectName, _Pending] = {}
         self._geometry: dict[tuple[bytes, Kind], Geometry] = {}
         self._counts: Counter[str] = Counter()
+        self._objects: Counter[tuple[str, Kind]] = Counter()
+        self._sizes: Counter[tuple[str, Kind]] = Counter()
 
     def attach(self, tiers: Tiers) -> None:
         """Names the tiers to evict from; they need this catalog's callbacks when they are made."""
@@ -138,7 +140,8 @@ class Catalog:
         """Lists an object that is now in the CPU tier, and commits it in Redis if it is there."""
         with self._lock:
             record, home = self._locate(prefix, name, end_token)
-            record.size, record.provenance, record.in_cpu = size, provenance, True
+            record.size, record.provenance = size, provenance
+            self._place(record, in_cpu=True)
             self._evictor.use([record])  # until `used` has put the whole prefix in order
             self._counts["stored_bytes"] += size
             self._claims.discard(name)
@@ -154,14 +157,14 @@ class Catalog:
         with self._lock:
             known = [r for r in records if self._index.record(r.name) is r]
             for record in known:
-                record.in_cpu = True
+                self._place(record, in_cpu=True)
             self._evictor.use(known)
 
     def late(self, records: Iterable[Record]) -> None:
         """Notes that objects did not come to the CPU tier in time; they may come there yet."""
         with self._lock:
             for record in records:
-                record.in_cpu = False
+                self._place(record, in_cpu=False)
                 if record.in_redis and self._index.record(record.name) is record:
                     self._evictor.use([record])
                 else:
@@ -183,7 +186,8 @@ class Catalog:
         """Forgets an object that is in no tier any more, or must not be used again."""
         with self._lock:
             entries = [self._manifest_of(record, node) for node in record.nodes]
-            was_in_redis, record.in_cpu, record.in_redis = record.in_redis, False, False
+            was_in_redis = record.in_redis
+            self._place(record, in_cpu=False, in_redis=False)
             self._pending.pop(record.name, None)
             self._evictor.forget(record)
             self._index.prune(record)
@@ -264,15 +268,8 @@ class Catalog:
 
     def tier_figures(self) -> dict[tuple[str, Kind], tuple[int, int]]:
         """Objects and bytes by tier ('cpu', 'redis') and kind."""
-        objects: Counter[tuple[str, Kind]] = Counter()
-        sizes: Counter[tuple[str, Kind]] = Counter()
         with self._lock:
-            for record in self._index.records():
-                for tier, here in (("cpu", record.in_cpu), ("redis", record.in_redis)):
-                    if here:
-                        objects[tier, record.name.kind] += 1
-                        sizes[tier, record.name.kind] += record.size
-        return {key: (objects[key], sizes[key]) for key in objects}
+            return {key: (n, self._sizes[key]) for key, n in self._objects.items() if n}
 
     def namespaces(self) -> dict[bytes, tuple[int, int, dict[Kind, Geometry]]]:
         """Blocks, their tokens and known geometries of each namespace."""
@@ -286,6 +283,18 @@ class Catalog:
             }
 
     # What follows is called under the lock, unless it says otherwise.
+
+    def _place(
+        self, record: Record, *, in_cpu: bool | None = None, in_redis: bool | None = None
+    ) -> None:
+        """Notes where an object is now, None = as before, and keeps the sums of it."""
+        before = {"cpu": record.in_cpu, "redis": record.in_redis}
+        record.in_cpu = record.in_cpu if in_cpu is None else in_cpu
+        record.in_redis = record.in_redis if in_redis is None else in_redis
+        for tier, now in (("cpu", record.in_cpu), ("redis", record.in_redis)):
+            step = int(now) - int(before[tier])
+            self._objects[tier, record.name.kind] += step
+            self._sizes[tier, record.name.kind] += step * record.size
 
     def _locate(self, prefix: Prefix, name: ObjectName, end_token: int) -> tuple[Record, Node]:
         """An object's record, and the block whose manifest speaks of it."""
@@ -320,7 +329,7 @@ class Catalog:
             resident = tiers.resident([r.name for r in victims])
             for record, here in zip(victims, resident, strict=True):
                 if not here:
-                    record.in_cpu = False
+                    self._place(record, in_cpu=False)
                     self._evictor.forget(record)
                     self._index.prune(record)
         return [record for record, here in zip(victims, resident, strict=True) if here]
@@ -349,7 +358,7 @@ class Catalog:
             for name, pending in waiting:
                 if self._pending.get(name) is pending and pending.record is not None:
                     del self._pending[name]
-                    pending.record.in_redis = True
+                    self._place(pending.record, in_redis=True)
 
     def _restore_block(self, block: Block, entries: Sequence[Entry]) -> int:
         node = self._index.restore(block)
@@ -360,7 +369,7 @@ class Catalog:
             record = self._restored_record(block, node, entry)
             if record is not None and not record.exists:
                 record.size, record.provenance = entry.size, entry.provenance
-                record.in_redis = True
+                self._place(record, in_redis=True)
                 listed += 1
         return listed
 

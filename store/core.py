@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import tokens as wire_tokens
-from tailreplay.store.catalog import Catalog
+from tailreplay.store.catalog import Catalog, records_on
 from tailreplay.store.chain import digest_key, running_digests
 from tailreplay.store.config import PAYLOAD_TTL_S
 from tailreplay.store.errors import InvalidRequest, StoreUnavailable
@@ -259,28 +259,26 @@ def _checked(frames: Iterable[pb.PutFrame]) -> Iterator[pb.PutFrame]:
 
 def _runs(found: Match, kind: Kind) -> list[pb.Run]:
     """Run-length coding of what exists of a kind along the matched prefix."""
-    runs: list[pb.Run] = []
-    for node in found.path:
-        for record in [node.kv] if kind is Kind.KV else node.hidden:
-            if record is None or not record.exists or record.first_token >= found.matched_tokens:
-                continue
-            tier = pb.TIER_CPU if record.in_cpu else pb.TIER_REDIS
-            end = min(record.end_token, found.matched_tokens)
-            last = runs[-1] if runs else None
-            same = (record.first_token, tier, int(record.provenance))
-            if last is not None and (last.end_token, last.tier, int(last.provenance)) == same:
-                last.end_token = end
-                continue
-            runs.append(
-                pb.Run(
-                    kind=pb.Kind.ValueType(kind),
-                    tier=tier,
-                    provenance=pb.Provenance.ValueType(record.provenance),
-                    first_token=record.first_token,
-                    end_token=end,
-                )
-            )
-    return runs
+    # Plain numbers until the end: a message's fields cost a hundred times as much to touch.
+    runs: list[tuple[int, int, pb.Tier.ValueType, int]] = []
+    for record in records_on(found.path, kind):
+        if not record.exists or record.first_token >= found.matched_tokens:
+            continue
+        tier = pb.TIER_CPU if record.in_cpu else pb.TIER_REDIS
+        first, end = record.first_token, min(record.end_token, found.matched_tokens)
+        if runs and runs[-1][1:] == (first, tier, record.provenance):
+            first = runs.pop()[0]
+        runs.append((first, end, tier, record.provenance))
+    return [
+        pb.Run(
+            kind=pb.Kind.ValueType(kind),
+            tier=tier,
+            provenance=pb.Provenance.ValueType(provenance),
+            first_token=first,
+            end_token=end,
+        )
+        for first, end, tier, provenance in runs
+    ]
 
 
 def _checkpoint(record: Record) -> pb.Checkpoint:

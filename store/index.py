@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from tailreplay.store.chain import DIGEST_BYTES, common_tokens
@@ -65,6 +66,11 @@ class Record:
         return self.first_token + self.rows
 
 
+_digests: Callable[[Node], bytes] = attrgetter("digests")
+_NO_CHILDREN: list[Node] = []
+_NO_CHECKPOINTS: dict[bytes, Record] = {}
+
+
 @dataclass(eq=False, slots=True)
 class Node:
     """A block of the tree; the root has no tokens and no parent.
@@ -84,12 +90,12 @@ class Node:
     parent: Node | None
     kv: Record | None = None
     hidden: list[Record] = field(default_factory=list)
-    # Sorted digests of the children, and the children by them.
-    _keys: list[bytes] = field(default_factory=list)
-    _children: dict[bytes, Node] = field(default_factory=dict)
+    # Children sorted by their digests. Most blocks have one child or none, so an empty list is
+    # shared until there is one.
+    _children: list[Node] = field(default_factory=lambda: _NO_CHILDREN)
     # Checkpoints of prefixes that end inside or at the end of a child block, by their last digest:
-    # every sibling that shares the prefix finds them here.
-    checkpoints: dict[bytes, Record] = field(default_factory=dict)
+    # every sibling that shares the prefix finds them here. An empty one is shared as well.
+    checkpoints: dict[bytes, Record] = field(default_factory=lambda: _NO_CHECKPOINTS)
 
     @property
     def tokens(self) -> int:
@@ -104,7 +110,7 @@ class Node:
     @property
     def is_leaf(self) -> bool:
         """Whether nothing hangs below it."""
-        return not self._keys and not self.checkpoints
+        return not self._children and not self.checkpoints
 
     @property
     def has_kv(self) -> bool:
@@ -113,23 +119,25 @@ class Node:
 
     def child(self, digests: bytes) -> Node | None:
         """The child with exactly these digests."""
-        return self._children.get(digests)
+        at = bisect_left(self._children, digests, key=_digests)
+        found = self._children[at] if at < len(self._children) else None
+        return found if found is not None and found.digests == digests else None
 
     def nearest(self, digests: bytes) -> tuple[Node | None, int]:
         """The child that shares most leading tokens with `digests`, and how many; (None, 0).
 
         Of those that share equally many, which lie side by side, the nearest with KV is taken.
         """
-        at = bisect_left(self._keys, digests)
-        around = self._keys[max(at - 1, 0) : at + 1]
-        shared = max((common_tokens(key, digests) for key in around), default=0)
+        at = bisect_left(self._children, digests, key=_digests)
+        around = self._children[max(at - 1, 0) : at + 1]
+        shared = max((common_tokens(child.digests, digests) for child in around), default=0)
         if not shared:
             return None, 0
         prefix = digests[: shared * DIGEST_BYTES]
         tied = [
-            self._children[key]
-            for key in self._keys[max(at - _TIES, 0) : at + _TIES]
-            if key.startswith(prefix)
+            child
+            for child in self._children[max(at - _TIES, 0) : at + _TIES]
+            if child.digests.startswith(prefix)
         ]
         return next((child for child in tied if child.has_kv), tied[0]), shared
 
@@ -139,32 +147,40 @@ class Node:
         Sorted order puts it anywhere before, with other extensions between, so its own extensions
         are skipped back over; at most one step per shorter length.
         """
-        at = bisect_left(self._keys, child.digests)
+        at = bisect_left(self._children, child.digests, key=_digests)
         while at:
             at -= 1
-            if child.digests.startswith(self._keys[at]):
-                return self._children[self._keys[at]]
-            shared = common_tokens(self._keys[at], child.digests) * DIGEST_BYTES
+            other = self._children[at]
+            if child.digests.startswith(other.digests):
+                return other
+            shared = common_tokens(other.digests, child.digests) * DIGEST_BYTES
             if not shared:
                 return None
-            at = bisect_left(self._keys, child.digests[:shared], 0, at)
-            if at < len(self._keys) and self._keys[at] == child.digests[:shared]:
-                return self._children[self._keys[at]]
+            wanted = child.digests[:shared]
+            at = bisect_left(self._children, wanted, 0, at, key=_digests)
+            if self._children[at].digests == wanted:
+                return self._children[at]
         return None
 
     def add(self, child: Node) -> None:
         """Hangs a new block below this one."""
-        insort(self._keys, child.digests)
-        self._children[child.digests] = child
+        if self._children is _NO_CHILDREN:
+            self._children = []
+        insort(self._children, child, key=_digests)
 
     def remove(self, child: Node) -> None:
         """Takes a leaf away."""
-        del self._keys[bisect_left(self._keys, child.digests)]
-        del self._children[child.digests]
+        del self._children[bisect_left(self._children, child.digests, key=_digests)]
+
+    def keep(self, checkpoint: Record) -> None:
+        """Lists a checkpoint of a prefix that ends in a child block."""
+        if self.checkpoints is _NO_CHECKPOINTS:
+            self.checkpoints = {}
+        self.checkpoints[checkpoint.digest] = checkpoint
 
     def children(self) -> Iterator[Node]:
         """Its children, sorted by digests."""
-        return (self._children[key] for key in self._keys)
+        return iter(self._children)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +226,8 @@ class TokenIndex:
         self._roots: dict[bytes, Node] = {}
         self._nodes: dict[tuple[bytes, bytes], Node] = {}
         self._records: dict[ObjectName, Record] = {}
+        self._blocks: Counter[bytes] = Counter()
+        self._tokens: Counter[bytes] = Counter()
 
     def match(self, namespace: bytes, digests: bytes) -> Match:
         """Longest stored prefix of a sequence, given its running digests."""
@@ -306,7 +324,7 @@ class TokenIndex:
         if record is None:
             record = Record(name, end_token - 1, 1, [parent], digest=digest)
             self._records[name] = record
-            parent.checkpoints[digest] = record
+            parent.keep(record)
         return record
 
     def prune(self, record: Record) -> None:
@@ -329,13 +347,8 @@ class TokenIndex:
             self.prune(node.kv)
 
     def sizes(self) -> dict[bytes, tuple[int, int]]:
-        """Blocks of each namespace with a tree, and their tokens; one pass for all."""
-        blocks: Counter[bytes] = Counter()
-        tokens: Counter[bytes] = Counter()
-        for (namespace, _), node in self._nodes.items():
-            blocks[namespace] += 1
-            tokens[namespace] += node.tokens
-        return {namespace: (blocks[namespace], tokens[namespace]) for namespace in self._roots}
+        """Blocks of each namespace with a tree, and their tokens."""
+        return {space: (self._blocks[space], self._tokens[space]) for space in self._roots}
 
     def records(self) -> Iterator[Record]:
         """Every record."""
@@ -355,6 +368,8 @@ class TokenIndex:
             node.hidden.append(page)
         parent.add(node)
         self._nodes[namespace, node.prefix_hash] = node
+        self._blocks[namespace] += 1
+        self._tokens[namespace] += node.tokens
         return node
 
     def _listed(self, name: ObjectName, first_token: int, rows: int, node: Node) -> Record:
@@ -369,7 +384,10 @@ class TokenIndex:
         if node.parent is None or node.kv is None:
             raise ValueError("the root of a namespace can not be dropped")
         node.parent.remove(node)
-        del self._nodes[node.kv.name.namespace, node.prefix_hash]
+        namespace = node.kv.name.namespace
+        del self._nodes[namespace, node.prefix_hash]
+        self._blocks[namespace] -= 1
+        self._tokens[namespace] -= node.tokens
         for record in (node.kv, *node.hidden):
             record.nodes.remove(node)
             if not record.nodes:

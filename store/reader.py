@@ -194,7 +194,7 @@ class Reader:
         loading = sum(r.size for r in wanted if not r.in_cpu)
         if loading and self._tiers.pool_bytes - self._tiers.used_bytes < loading:
             self._catalog.make_room(loading)
-        before = self._tiers.redis_status()
+        before = self._tiers.redis_status() if loading else None
         got = self._tiers.pin(
             [(r.name, r.size) for r in wanted], urgent=urgent, timeout_s=self._timeout_s
         )
@@ -204,10 +204,11 @@ class Reader:
         return pinned, self._give_up(absent, before) if absent else {}
 
     def _give_up(
-        self, absent: Sequence[Record], before: Mapping[str, Any]
+        self, absent: Sequence[Record], before: Mapping[str, Any] | None
     ) -> dict[ObjectName, Reason]:
         """Drops records whose payload is really gone; says why they are not there."""
         now = self._tiers.redis_status()
+        before = now if before is None else before
         damaged = _steps(before, now, "integrity_errors") > 0
         gone = _steps(before, now, "absent", "lookups") > _steps(before, now, "lookup_hits")
         reasons: dict[ObjectName, Reason] = {}

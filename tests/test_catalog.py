@@ -11,6 +11,7 @@ from tailreplay.store.chain import digest_key
 from tailreplay.store.config import StoreConfig
 from tailreplay.store.core import Store
 from tailreplay.store.header import object_bytes
+from tailreplay.store.lane_wire import RecordKind
 from tailreplay.store.manifest import Manifests
 from tailreplay.store.objects import Kind
 from tailreplay.store.tokens import to_wire
@@ -71,7 +72,9 @@ def match(store: Store, prefix: Prefix) -> pb.MatchResponse:
 def fetch(store: Store, prefix: Prefix, *ranges: pb.Range) -> None:
     leaf = match(store, prefix).leaf
     request = pb.FetchRequest(namespace=prefix.namespace, leaf=leaf, ranges=ranges)
-    assert not [f for f in store.fetch(request, lambda: None) if f.HasField("missing")]
+    assert not [
+        f for f in store.fetch(request, lambda: None) if f.record.kind is RecordKind.MISSING
+    ]
 
 
 def kv(store: Store, prefix: Prefix) -> list[tuple[int, int]]:
@@ -225,7 +228,7 @@ def test_a_reader_is_not_at_fault_for_what_the_store_waits_for(store, space, ste
     )
     frames = store.fetch(request, lambda: cancelled.append(True))
     for frame in frames:
-        if frame.HasField("range_end"):
+        if frame.record.kind is RecordKind.RANGE_END:
             break
     assert (expired, cancelled) == ([0, 0, 0, 0], [])
     steps.now_s += 1000  # the last frame lies there, and nobody takes it
@@ -233,3 +236,22 @@ def test_a_reader_is_not_at_fault_for_what_the_store_waits_for(store, space, ste
     assert cancelled == [True]
     assert list(frames) == []
     assert (store.tiers.pinned_bytes, len(store.leases)) == (0, 0)
+
+
+def test_sums_of_the_tiers_agree_with_a_count_of_what_is_there(store, space):
+    """They are kept as things move, since counting would hold lookups up."""
+    prefixes = [Prefix(space, [i, *BASE]) for i in range(3)]
+    for prefix in prefixes:
+        put(store, prefix, KV, HIDDEN, CHECKPOINT)
+    store.catalog.make_room(store.tiers.used_bytes // 2)
+    gone = store.catalog.record(prefixes[2].name(KV, 256))
+    store.catalog.lost(gone)
+    counted = {}
+    with store.catalog._lock:
+        for record in store.catalog._index.records():
+            if record.in_cpu:
+                n, size = counted.get(("cpu", record.name.kind), (0, 0))
+                counted["cpu", record.name.kind] = (n + 1, size + record.size)
+        blocks = sum(1 for _ in store.catalog._index._nodes)
+    assert store.catalog.tier_figures() == counted
+    assert store.catalog.namespaces()[space][0] == blocks
