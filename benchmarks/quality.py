@@ -1,0 +1,101 @@
+"""What reuse does to answers: two miniatures, every way of serving a hit, through engine and store.
+
+    python -P benchmarks/quality.py --json
+    python -P benchmarks/quality.py --json --quick
+    python -P benchmarks/quality.py --json --model state --samples 50 --out quality.json
+
+Tables go to standard error, one JSON object to standard output or to --out, plots beside that file.
+benchmarks/README.md says what the columns and rows are.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+# -P keeps this folder off the path, so that nothing in it shadows an installed package. Its parts
+# and the helpers of the tests are found after everything else.
+_ROOT = Path(__file__).resolve().parent.parent
+sys.path += [str(_ROOT / "benchmarks"), str(_ROOT / "tests")]
+
+LENGTHS = {"retrieval": (256, 512, 1024, 2048), "state": (128, 256, 512)}
+"""Lengths in tokens; `state` was trained at up to 256."""
+
+_SAMPLES, _QUICK_SAMPLES = 12, 2
+_BOUNDARIES = 3
+_UNLEARNED = ("track", "common")
+"""Tasks at the level of guessing in both miniatures: a third of the contexts."""
+
+
+def main() -> None:
+    """Measures and prints."""
+    arguments = _arguments()
+    names = list(LENGTHS) if arguments.model == "both" else [arguments.model]
+    samples = arguments.samples or (_QUICK_SAMPLES if arguments.quick else _SAMPLES)
+    report: dict[str, Any] = {"samples": samples, "boundaries": _BOUNDARIES, "models": {}}
+    for name in names:
+        started_s = time.perf_counter()
+        report["models"][name] = measure(name, LENGTHS[name], samples)
+        print(f"{name}: {time.perf_counter() - started_s:.0f} s", file=sys.stderr)
+    _show(report)
+    _write(report, arguments.out)
+
+
+def measure(name: str, lengths: tuple[int, ...], samples: int) -> list[dict[str, Any]]:
+    """All rows of one miniature."""
+    import numpy as np
+    from mini.tasks import Corpus
+    from mini.tokenizer import Tokenizer
+    from quality_parts.columns import bench
+    from quality_parts.questions import rows, sample
+    from quality_parts.scores import Scores, pooled
+
+    tokenizer = Tokenizer.load()
+    corpus = Corpus(tokenizer)
+    done: list[Scores] = []
+    with bench(name) as served:
+        for row in rows(lengths):
+            rng = np.random.default_rng(7)
+            scores = Scores(row)
+            for _ in range(-(-samples // 3) if row.task in _UNLEARNED else samples):
+                context, prompts = sample(corpus, row, rng, _BOUNDARIES)
+                scores.add(tokenizer, prompts, served.serve(context, prompts))
+            done.append(scores)
+            print(f"{name}, {row.title}, {row.tokens} tokens: done", file=sys.stderr)
+    titles = dict.fromkeys(scores.row.title for scores in done)
+    done += [pooled([s for s in done if s.row.title == title]) for title in titles]
+    return [scores.as_dict() for scores in done]
+
+
+def _show(report: dict[str, Any]) -> None:
+    from quality_parts.tables import tables
+
+    for name, rows in report["models"].items():
+        print("\n".join(tables(name, rows)), file=sys.stderr)
+
+
+def _write(report: dict[str, Any], out: Path | None) -> None:
+    from quality_parts.plots import plots
+
+    if out is None:
+        print(json.dumps(report))
+        return
+    out.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    for name, picture in plots(report["models"]).items():
+        out.with_name(f"{out.stem}_{name}.svg").write_text(picture, encoding="utf-8")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="one JSON object (the default)")
+    parser.add_argument("--quick", action="store_true", help="a few contexts a row, minutes")
+    parser.add_argument("--model", choices=(*LENGTHS, "both"), default="both")
+    parser.add_argument("--samples", type=int, help="contexts a row")
+    parser.add_argument("--out", type=Path, help="file for the JSON object; plots go beside it")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""The columns: ways of serving one prompt, through real engines and a real store."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from mini import model as minis
+from torch import Tensor
+
+from quality_parts.questions import Prompt
+from tailreplay.connector.client import StoreClient
+from tailreplay.connector.hf import CachePolicy, HybridEngine
+from tailreplay.connector.plan import prefill_cuts
+from tailreplay.store import serve_in_thread
+from tailreplay.store.chain import PrefixChain
+from tailreplay.store.objects import Kind, ObjectName
+from tailreplay.store.server import StoreServer
+from tailreplay.store.tokens import extended_tokens
+
+RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2)
+OFF = "auto, no ckpt"
+"""Served last: the store has lost the context's checkpoints by then."""
+
+COLUMNS: dict[str, dict[str, Any]] = {
+    "full": {"mode": "off"},
+    "zero": {"mode": "zero"},
+    **{f"tail {100 * r:g}%": {"mode": "tail", "replay_ratio": r} for r in RATIOS},
+    "auto": {"mode": "auto"},
+    OFF: {"mode": "auto"},
+    "exact": {"mode": "exact"},
+}
+
+_SETTINGS = {
+    "prefill_chunk_tokens": 256,  # checkpoints that near, for contexts of hundreds of tokens
+    "min_tail_tokens": 4,  # so that r is what the column says
+    "max_reprefill_tokens": 0,  # no gap is prefilled again, all are replayed
+    "match_timeout_s": 20.0,
+    "stall_timeout_s": 20.0,
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    """One prompt served in one way.
+
+    Attributes:
+        logits: `[q, V]` at each token of the prompt behind the boundary.
+        tokens: the continuation.
+        report: the engine's.
+    """
+
+    logits: Tensor
+    tokens: list[int]
+    report: dict[str, Any]
+
+
+class Bench:
+    """A miniature with a store, a replica that stores contexts, and one that only reads."""
+
+    def __init__(self, model: Any, server: StoreServer, reader: StoreClient) -> None:  # noqa: ANN401
+        self._model = model
+        self._server = server
+        first = CachePolicy(mode="exact", **_SETTINGS)
+        self._writer = HybridEngine(model, server.address, first)
+        self._reader = HybridEngine(model, reader, first)
+        # What the last norm gave since the last request began.
+        self._rows: list[Tensor] = []
+        model.model.norm.register_forward_hook(lambda _m, _a, out: self._rows.append(out[0]))
+
+    def close(self) -> None:
+        """Ends both replicas."""
+        self._writer.close()
+        self._reader.close()
+
+    def serve(self, context: list[int], prompts: list[Prompt]) -> list[dict[str, Served]]:
+        """Stores a context, then serves every prompt in every way; by column, for each prompt."""
+        self._writer.generate(context, 1)
+        if not self._writer.flush(60):
+            raise RuntimeError("the context was not stored within 60 s")
+        served: list[dict[str, Served]] = [{} for _ in prompts]
+        for name in (*(name for name in COLUMNS if name != OFF), OFF):
+            if name == OFF:
+                self._lose_states(context)
+            for prompt, columns in zip(prompts, served, strict=True):
+                columns[name] = self._serve(name, prompt)
+        return served
+
+    def _lose_states(self, context: list[int]) -> None:
+        """Makes the store lose every checkpoint of a context."""
+        chain = PrefixChain(self._writer.namespace, extended_tokens(context))
+        store = self._server.store
+        for token in prefill_cuts(0, len(context), _SETTINGS["prefill_chunk_tokens"], 0):
+            name = ObjectName(self._writer.namespace, Kind.CHECKPOINT, chain.prefix_hash(token))
+            record = store.catalog.record(name)
+            if record is None:
+                raise RuntimeError(f"the checkpoint after {token} tokens was not stored")
+            store.catalog.lost(record)
+            store.tiers.delete([name])
+
+    def _serve(self, name: str, prompt: Prompt) -> Served:
+        self._rows.clear()
+        policy = CachePolicy(**_SETTINGS, **COLUMNS[name])
+        out = self._reader.generate(prompt.ids, prompt.new_tokens, policy=policy)
+        _check(name, prompt, out.report)
+        rows = torch.cat(self._rows)
+        end = len(rows) - (prompt.new_tokens - 1)
+        with torch.no_grad():
+            logits = self._model.lm_head(rows[end - (len(prompt.ids) - prompt.m) : end])
+        return Served(logits, out.tokens, out.report)
+
+
+@contextmanager
+def bench(name: str) -> Iterator[Bench]:
+    """A miniature on a store of its own, on a Unix socket."""
+    with serve_in_thread(stall_limit_s=60.0) as server, _Reader(server.address) as reader:
+        made = Bench(minis.load(name), server, reader)
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+class _Reader(StoreClient):
+    """A client that stores nothing, so that no column finds what another has left."""
+
+    def put(self, *_: object, **__: object) -> None:
+        """Stores nothing."""
+
+
+def _check(name: str, prompt: Prompt, report: dict[str, Any]) -> None:
+    """A hit that fell back to prefill would be scored as full; it ends the run instead."""
+    wanted = 0 if name == "full" else prompt.m
+    if report["used_tokens"] != wanted:
+        print(report, file=sys.stderr)
+        raise RuntimeError(f"{name}: used {report['used_tokens']} tokens, wanted {wanted}")
+    if name == OFF and report["checkpoint_token"]:
+        raise RuntimeError("a checkpoint outlived being lost")
