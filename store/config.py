@@ -69,6 +69,10 @@ class StoreConfig(BaseSettings):
         float,
         Field(gt=0, description="a reader that takes nothing for so long is cut off, s"),
     ] = 2.0
+    put_stall_limit_s: Annotated[
+        float,
+        Field(gt=0, description="a writer that sends nothing for so long is cut off, seconds"),
+    ] = 15.0
     tier_timeout_s: Annotated[
         float, Field(gt=0, description="longest wait for a window to come from Redis, seconds")
     ] = 5.0
@@ -79,7 +83,8 @@ class StoreConfig(BaseSettings):
         int, Field(ge=0, description="open data lanes; 0 = payload goes through gRPC alone")
     ] = 64
     max_workers: Annotated[
-        int, Field(ge=2, description="threads that serve RPCs; each Fetch and Put holds one")
+        int,
+        Field(ge=4, description="threads that serve RPCs; three quarters of them at most stream"),
     ] = 32
 
     @field_validator("redis_url")

@@ -16,7 +16,7 @@ from tailreplay.store.chain import digest_key, running_digests
 from tailreplay.store.config import PAYLOAD_TTL_S
 from tailreplay.store.errors import InvalidRequest, StoreUnavailable
 from tailreplay.store.lane_wire import LaneRecord, RecordKind
-from tailreplay.store.leases import Leases
+from tailreplay.store.leases import Lease, Leases
 from tailreplay.store.manifest import Manifests
 from tailreplay.store.namespace import NAMESPACE_BYTES
 from tailreplay.store.objects import Kind
@@ -57,6 +57,7 @@ class Store:
         self.boot_id = secrets.randbits(64)
         self.started_at_s = time.time()
         self.leases = Leases(config.stall_limit_s, clock)
+        self._puts = Leases(config.put_stall_limit_s, clock)
         self.manifests = _manifests(config)
         self.catalog = Catalog(self.manifests)
         self.tiers = Tiers(
@@ -140,9 +141,28 @@ class Store:
         finally:
             self.leases.end(lease.lease_id)
 
-    def put(self, frames: Iterator[pb.PutFrame]) -> pb.PutResponse:
-        """Stores a stream of objects; as `Writer.put`."""
-        return self._writer.put(_checked(frames))
+    def put(self, frames: Iterator[pb.PutFrame], cancel: Callable[[], object]) -> pb.PutResponse:
+        """Stores a stream of objects; as `Writer.put`.
+
+        Args:
+            frames: what the writer sends.
+            cancel: ends the stream if its writer stalls, so that `frames` raises.
+        """
+        lease = self._puts.grant(cancel)
+        try:
+            return self._writer.put(self._watched(_checked(frames), lease))
+        finally:
+            self._puts.end(lease.lease_id)
+
+    def _watched(self, frames: Iterator[pb.PutFrame], lease: Lease) -> Iterator[pb.PutFrame]:
+        """The frames; the lease's clock runs only while one is waited for."""
+        while True:
+            self._puts.renew(lease)
+            frame = next(frames, None)
+            self._puts.rest(lease)
+            if frame is None:
+                return
+            yield frame
 
     def open_put(self, begin: pb.PutBegin) -> PutSession:
         """Starts storing objects of one prefix; as `Writer.open`."""
@@ -224,10 +244,11 @@ class Store:
         return True
 
     def _tick(self) -> None:
-        """Ends stalled leases, and restores from Redis once it can be read."""
+        """Ends stalled streams, and restores from Redis once it can be read."""
         interval_s = min(0.5, self.leases.stall_limit_s / 2)
         while not self._closing.wait(interval_s):
             self.leases.expire()
+            self._puts.expire()
             if not self._restored and self.tiers.redis_status().get("healthy"):
                 self._restored = self._restore()
 

@@ -19,7 +19,7 @@ from tailreplay.proto import store_pb2_grpc as rpc
 from tailreplay.store.address import socket_path
 from tailreplay.store.config import StoreConfig
 from tailreplay.store.core import Store
-from tailreplay.store.errors import StoreUnavailable
+from tailreplay.store.errors import StoreUnavailable, from_rpc_error
 from tailreplay.store.lane import Lane
 from tailreplay.store.service import StoreService
 
@@ -59,15 +59,15 @@ class StoreServer:
     ) -> None:
         self.store = Store(config, before_rows=before_rows)
         self._lane: Lane | None = None
+        self._workers = ThreadPoolExecutor(config.max_workers, thread_name_prefix="store-rpc")
+        self._server: grpc.Server | None = None
         try:
             self._server, self.address = self._listen(config)
+            self._server.start()
+            self._warm_up()
         except BaseException:
-            if self._lane is not None:
-                self._lane.close()
-            self.store.close()
+            self._close(grace_s=0)
             raise
-        self._server.start()
-        self._warm_up()
         logger.info(
             "serving at %s: pool %d bytes, redis %s",
             self.address,
@@ -76,7 +76,6 @@ class StoreServer:
         )
 
     def _listen(self, config: StoreConfig) -> tuple[grpc.Server, str]:
-        self._workers = ThreadPoolExecutor(config.max_workers, thread_name_prefix="store-rpc")
         server = grpc.server(
             self._workers,
             options=[
@@ -88,7 +87,8 @@ class StoreServer:
         _prepare_socket(config.listen)
         if config.max_lanes:
             self._lane = self._open_lane(config)
-        rpc.add_StoreServicer_to_server(StoreService(self.store, self._lane), server)
+        service = StoreService(self.store, self._lane, max_streams=config.max_workers * 3 // 4)
+        rpc.add_StoreServicer_to_server(service, server)
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         for name in ("", SERVICE_NAME):
@@ -118,12 +118,19 @@ class StoreServer:
             self.address, options=[("grpc.enable_http_proxy", 0)]
         ) as channel:
             stub = rpc.StoreStub(channel)
-            stub.Describe(pb.DescribeRequest(), timeout=_WARM_UP_S, wait_for_ready=True)
+            try:
+                stub.Describe(pb.DescribeRequest(), timeout=_WARM_UP_S, wait_for_ready=True)
+            except grpc.RpcError as error:
+                raise from_rpc_error(error, self.address) from error
 
     def stop(self, grace_s: float = 1.0) -> None:
         """Refuses new calls, lets running ones end for `grace_s` seconds, then closes the store."""
         self._health.enter_graceful_shutdown()
-        self._server.stop(grace_s).wait()
+        self._close(grace_s)
+
+    def _close(self, grace_s: float) -> None:
+        if self._server is not None:
+            self._server.stop(grace_s).wait()
         if self._lane is not None:
             self._lane.close()
         self._workers.shutdown()  # a handler that still runs reads the pool's memory

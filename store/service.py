@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import TYPE_CHECKING
@@ -9,7 +10,12 @@ from typing import TYPE_CHECKING
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.proto import store_pb2_grpc as rpc
 from tailreplay.store.checksum import crc32c
-from tailreplay.store.errors import IntegrityError, StoreUnavailable, TailReplayError
+from tailreplay.store.errors import (
+    IntegrityError,
+    LimitExceeded,
+    StoreUnavailable,
+    TailReplayError,
+)
 from tailreplay.store.lane import TICKET_S, Lane
 from tailreplay.store.lane_wire import LaneRecord, RecordKind
 
@@ -28,11 +34,15 @@ class StoreService(rpc.StoreServicer):
     Args:
         store: what to serve; its owner closes it.
         lane: the data lane to hand out tickets for; None = there is none.
+        max_streams: Fetch and Put calls at a time; more are refused, so that lookups are answered
+            whatever streams do.
     """
 
-    def __init__(self, store: Store, lane: Lane | None) -> None:
+    def __init__(self, store: Store, lane: Lane | None, max_streams: int) -> None:
         self._store = store
         self._lane = lane
+        self._max_streams = max_streams
+        self._streams = threading.BoundedSemaphore(max_streams)
 
     def Match(self, request: pb.MatchRequest, context: grpc.ServicerContext) -> pb.MatchResponse:
         """Answers from the index."""
@@ -43,7 +53,7 @@ class StoreService(rpc.StoreServicer):
         self, request: pb.FetchRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.FetchFrame]:
         """Streams rows; the lease ends with the stream."""
-        with self._statuses(context):
+        with self._statuses(context), self._stream():
             for frame in self._store.fetch(request, context.cancel):
                 message = _message(frame)
                 if message is not None:
@@ -53,8 +63,8 @@ class StoreService(rpc.StoreServicer):
         self, request_iterator: Iterator[pb.PutFrame], context: grpc.ServicerContext
     ) -> pb.PutResponse:
         """Takes objects; answers once they are in the CPU tier."""
-        with self._statuses(context):
-            return self._store.put(request_iterator)
+        with self._statuses(context), self._stream():
+            return self._store.put(request_iterator, context.cancel)
 
     def OpenLane(
         self, request: pb.OpenLaneRequest, context: grpc.ServicerContext
@@ -89,6 +99,17 @@ class StoreService(rpc.StoreServicer):
         """Identity and settings."""
         with self._statuses(context):
             return self._store.describe(version("tailreplay"))
+
+    @contextmanager
+    def _stream(self) -> Iterator[None]:
+        if not self._streams.acquire(blocking=False):
+            raise LimitExceeded(
+                f"{self._max_streams} streams are open, wanted fewer (max_workers allows no more)"
+            )
+        try:
+            yield
+        finally:
+            self._streams.release()
 
     @contextmanager
     def _statuses(self, context: grpc.ServicerContext) -> Iterator[None]:

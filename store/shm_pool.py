@@ -19,6 +19,9 @@ SHM_DIR = Path("/dev/shm")
 MAX_SHARE = 0.75
 """Largest part of free shared memory that a pool may take."""
 
+_PREFIX = "lmcache_l1_pool_tailreplay_"
+"""LMCache puts `lmcache_l1_pool_` in front of every other name."""
+
 MIN_POOL_BYTES = 1 << 20
 ALIGN_BYTES = 4096
 
@@ -37,7 +40,7 @@ def pool_name(identity: str) -> str:
         identity: what tells this store from others on the machine, such as its listen address.
     """
     digest = hashlib.blake2b(identity.encode(), digest_size=10).hexdigest()
-    return f"lmcache_l1_pool_tailreplay_{digest}"  # LMCache prefixes every other name
+    return f"{_PREFIX}{digest}"
 
 
 def affordable_bytes(wanted_bytes: int, free_bytes: int) -> int:
@@ -59,6 +62,7 @@ class ShmPool:
     """
 
     def __init__(self, identity: str) -> None:
+        _sweep()
         self.path = SHM_DIR / pool_name(identity)
         self._lock_path = self.path.with_suffix(".lock")
         self._lock_fd = _lock(self._lock_path, identity)
@@ -105,6 +109,23 @@ class ShmPool:
             self._lock_path.unlink(missing_ok=True)
             os.close(self._lock_fd)
             self._lock_fd = -1
+
+
+def _sweep() -> None:
+    """Removes what killed stores left: segments and lock files that nobody holds any more."""
+    for lock_path in SHM_DIR.glob(f"{_PREFIX}*.lock"):
+        try:
+            fd = os.open(lock_path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            continue  # gone by now, or another user's
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_path.with_suffix("").unlink(missing_ok=True)
+            lock_path.unlink(missing_ok=True)
+        except OSError:
+            continue  # a running store's
+        finally:
+            os.close(fd)
 
 
 def _reserve(path: Path, size_bytes: int) -> bool:

@@ -61,7 +61,7 @@ def space():
 
 
 def put(store: Store, prefix: Prefix, *kinds: Kind) -> None:
-    answer = store.put(put_frames(prefix, prefix.spans(*kinds)))
+    answer = store.put(put_frames(prefix, prefix.spans(*kinds)), lambda: None)
     assert answer.dropped == 0
 
 
@@ -107,7 +107,7 @@ def test_a_longer_put_keeps_the_blocks_it_goes_on_from(store, space):
     put(store, first_turn, KV)
     put(store, other, KV)
     second_turn = Prefix(space, [*BASE, *range(5000, 5256)])
-    store.put(put_frames(second_turn, [(KV, 1024, 1280)]))
+    store.put(put_frames(second_turn, [(KV, 1024, 1280)]), lambda: None)
     assert store.catalog.make_room(4 * BLOCK_BYTES)
     assert (kv(store, second_turn), kv(store, other)) == ([(0, 1280)], [])
 

@@ -588,6 +588,58 @@ def test_a_reader_that_stalls_is_cut_off_and_pins_nothing(stern, space):
     assert code is grpc.StatusCode.CANCELLED
 
 
+def silent_put(client, prefix, gate):
+    """A Put that announces an object and sends none of it until the gate opens."""
+
+    def frames():
+        yield pb.PutFrame(
+            begin=pb.PutBegin(namespace=prefix.namespace, tokens=to_wire(prefix.tokens))
+        )
+        yield announced(KV, 0, 256)
+        gate.wait(20)
+
+    return client.stub.Put.future(frames(), timeout=20)
+
+
+def test_a_writer_that_sends_nothing_is_cut_off_and_holds_nothing(space):
+    gate = threading.Event()
+    with serve_in_thread(put_stall_limit_s=0.2, pool_bytes=4 * MIB) as server:
+        client = Client(server.address)
+        prefix = Prefix(space, BASE)
+        used = client.stats().pool_used_bytes
+        code, _ = code_of(silent_put(client, prefix, gate).result)
+        assert code is grpc.StatusCode.CANCELLED
+        gate.set()
+        until(lambda: server.store.tiers.used_bytes == used)
+        assert client.put(prefix, prefix.spans(KV)).stored == 4
+        client.close()
+
+
+def test_lookups_are_answered_whatever_streams_do(space):
+    gate = threading.Event()
+    prefix = Prefix(space, BASE)
+    with serve_in_thread(max_workers=4) as server:
+        client = Client(server.address)
+
+        def refused() -> str:
+            try:
+                client.put(prefix, [])
+            except grpc.RpcError as error:
+                assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                return error.details()
+            return ""
+
+        held = [silent_put(client, Prefix(space, [i, *BASE]), gate) for i in range(3)]
+        until(refused)
+        assert refused() == "3 streams are open, wanted fewer (max_workers allows no more)"
+        assert client.match(prefix).matched_tokens == 0
+        gate.set()
+        for put in held:
+            assert code_of(put.result)[0] is grpc.StatusCode.INVALID_ARGUMENT
+        until(lambda: not refused())
+        client.close()
+
+
 def test_a_reader_that_leaves_pins_nothing(stern, space):
     store, client = stern
     prefix = big_prefix(space)

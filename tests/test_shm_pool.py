@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from tailreplay.store.shm_pool import affordable_bytes, pool_name
+from tailreplay.store.shm_pool import SHM_DIR, ShmPool, affordable_bytes, pool_name
 
 MIB = 1 << 20
 UNSHARE = ["unshare", "--user", "--map-root-user", "--mount"]
@@ -105,3 +105,20 @@ def test_memory_that_others_took_meanwhile_makes_the_pool_smaller_still():
     assert said.count("WARNING") == 1
     assert "27 True\n" in said
     assert "pool of 1073741824 bytes: /dev/shm has 1048576 bytes free" in said
+
+
+def test_what_a_killed_store_left_goes_when_another_starts_and_what_lives_stays():
+    left = SHM_DIR / pool_name("killed in this test")
+    left.write_bytes(b"x")
+    left.with_suffix(".lock").touch()
+    alive = ShmPool("alive in this test")
+    alive.path.write_bytes(b"x")
+    try:
+        other = ShmPool("another in this test")
+        other.close()
+        assert not left.exists()
+        assert not left.with_suffix(".lock").exists()
+        assert alive.path.exists()
+    finally:
+        alive.path.unlink()
+        alive.close()
