@@ -2,7 +2,7 @@
 
     python -P benchmarks/quality.py --json
     python -P benchmarks/quality.py --json --quick
-    python -P benchmarks/quality.py --json --model state --samples 50 --out quality.json
+    python -P benchmarks/quality.py --model state --samples 50 --minutes 60 --out quality.json
 
 Tables go to standard error, one JSON object to standard output or to --out, plots beside that file.
 benchmarks/README.md says what the columns and rows are.
@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ LENGTHS = {"retrieval": (256, 512, 1024, 2048), "state": (128, 256, 512)}
 """Lengths in tokens; `state` was trained at up to 256."""
 
 _SAMPLES, _QUICK_SAMPLES = 12, 2
-_BOUNDARIES = 3
+_BOUNDARIES = 2
 _UNLEARNED = ("track", "common")
-"""Tasks at the level of guessing in both miniatures: a third of the contexts."""
+"""Tasks at the level of guessing in both miniatures: only every third round has them."""
 
 
 def main() -> None:
@@ -34,39 +35,43 @@ def main() -> None:
     arguments = _arguments()
     names = list(LENGTHS) if arguments.model == "both" else [arguments.model]
     samples = arguments.samples or (_QUICK_SAMPLES if arguments.quick else _SAMPLES)
-    report: dict[str, Any] = {"samples": samples, "boundaries": _BOUNDARIES, "models": {}}
+    limit_s = 60 * arguments.minutes / len(names)
+    report: dict[str, Any] = {"boundaries": _BOUNDARIES, "models": {}}
     for name in names:
         started_s = time.perf_counter()
-        report["models"][name] = measure(name, LENGTHS[name], samples)
-        print(f"{name}: {time.perf_counter() - started_s:.0f} s", file=sys.stderr)
+        for rounds, rows in enumerate(measure(name, LENGTHS[name], samples), 1):
+            passed_s = time.perf_counter() - started_s
+            report["models"][name] = rows
+            _write(report, arguments.out)
+            print(f"{name}: {rounds} contexts a row, {passed_s:.0f} s", file=sys.stderr)
+            if passed_s > limit_s:
+                break
     _show(report)
-    _write(report, arguments.out)
+    if arguments.out is None:
+        print(json.dumps(report))
 
 
-def measure(name: str, lengths: tuple[int, ...], samples: int) -> list[dict[str, Any]]:
-    """All rows of one miniature."""
+def measure(name: str, lengths: tuple[int, ...], samples: int) -> Iterator[list[dict[str, Any]]]:
+    """All rows of one miniature, again after each round of one more context a row."""
     import numpy as np
     from mini.tasks import Corpus
     from mini.tokenizer import Tokenizer
     from quality_parts.columns import bench
     from quality_parts.questions import rows, sample
-    from quality_parts.scores import Scores, pooled
+    from quality_parts.scores import Scores, report
 
     tokenizer = Tokenizer.load()
     corpus = Corpus(tokenizer)
-    done: list[Scores] = []
+    scores = [Scores(row) for row in rows(lengths)]
     with bench(name) as served:
-        for row in rows(lengths):
-            rng = np.random.default_rng(7)
-            scores = Scores(row)
-            for _ in range(-(-samples // 3) if row.task in _UNLEARNED else samples):
-                context, prompts = sample(corpus, row, rng, _BOUNDARIES)
-                scores.add(tokenizer, prompts, served.serve(context, prompts))
-            done.append(scores)
-            print(f"{name}, {row.title}, {row.tokens} tokens: done", file=sys.stderr)
-    titles = dict.fromkeys(scores.row.title for scores in done)
-    done += [pooled([s for s in done if s.row.title == title]) for title in titles]
-    return [scores.as_dict() for scores in done]
+        for number in range(samples):
+            for one in scores:
+                if one.row.task in _UNLEARNED and number % 3:
+                    continue
+                rng = np.random.default_rng([number, one.row.tokens])
+                context, prompts = sample(corpus, one.row, rng, _BOUNDARIES)
+                one.add(tokenizer, prompts, served.serve(context, prompts))
+            yield report(scores)
 
 
 def _show(report: dict[str, Any]) -> None:
@@ -80,7 +85,6 @@ def _write(report: dict[str, Any], out: Path | None) -> None:
     from quality_parts.plots import plots
 
     if out is None:
-        print(json.dumps(report))
         return
     out.write_text(json.dumps(report, indent=1), encoding="utf-8")
     for name, picture in plots(report["models"]).items():
@@ -93,6 +97,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a few contexts a row, minutes")
     parser.add_argument("--model", choices=(*LENGTHS, "both"), default="both")
     parser.add_argument("--samples", type=int, help="contexts a row")
+    parser.add_argument("--minutes", type=float, default=120, help="no further round after these")
     parser.add_argument("--out", type=Path, help="file for the JSON object; plots go beside it")
     return parser.parse_args()
 

@@ -1,7 +1,7 @@
 """The columns: ways of serving one prompt, through real engines and a real store."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -75,17 +75,19 @@ class Bench:
         self._writer.close()
         self._reader.close()
 
-    def serve(self, context: list[int], prompts: list[Prompt]) -> list[dict[str, Served]]:
+    def serve(
+        self, context: list[int], prompts: list[Prompt], columns: Iterable[str] = tuple(COLUMNS)
+    ) -> list[dict[str, Served]]:
         """Stores a context, then serves every prompt in every way; by column, for each prompt."""
         self._writer.generate(context, 1)
         if not self._writer.flush(60):
             raise RuntimeError("the context was not stored within 60 s")
         served: list[dict[str, Served]] = [{} for _ in prompts]
-        for name in (*(name for name in COLUMNS if name != OFF), OFF):
+        for name in sorted(columns, key=lambda name: name == OFF):
             if name == OFF:
                 self._lose_states(context)
-            for prompt, columns in zip(prompts, served, strict=True):
-                columns[name] = self._serve(name, prompt)
+            for prompt, into in zip(prompts, served, strict=True):
+                into[name] = self._serve(name, prompt)
         return served
 
     def _lose_states(self, context: list[int]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from mini.tasks import TASKS, Corpus, Ids, Load
 
-QUESTIONS = 4
+QUESTIONS = 8
 """Answers judged per prompt, where as many can be asked."""
 
 AHEAD = 256

@@ -8,7 +8,7 @@ import torch
 from mini.tokenizer import Tokenizer
 from numpy.typing import NDArray
 
-from quality_parts.columns import COLUMNS, Served
+from quality_parts.columns import Served
 from quality_parts.intervals import bootstrap_mean, bootstrap_ratio, wilson
 from quality_parts.questions import AHEAD, Prompt, Row
 
@@ -54,7 +54,7 @@ class Scores:
     row: Row
     asked: list[int] = field(default_factory=list)
     continued: list[int] = field(default_factory=list)
-    columns: dict[str, Counts] = field(default_factory=lambda: {c: Counts() for c in COLUMNS})
+    columns: dict[str, Counts] = field(default_factory=dict)
 
     def add(
         self, tokenizer: Tokenizer, prompts: list[Prompt], served: list[dict[str, Served]]
@@ -63,7 +63,8 @@ class Scores:
         text = self.row.task == "text"
         self.asked.append(AHEAD if text else sum(len(p.places) for p in prompts))
         self.continued.append(1 if text else len(prompts))
-        for name, counts in self.columns.items():
+        for name in served[0]:
+            counts = self.columns.setdefault(name, Counts())
             column, full = [s[name] for s in served], [s["full"] for s in served]
             counts.replayed.append(_replayed(prompts, column))
             if text:
@@ -109,15 +110,22 @@ class Scores:
         return out
 
 
-def pooled(scores: list[Scores]) -> Scores:
-    """All lengths of a task as one row."""
+def report(scores: list[Scores]) -> list[dict[str, Any]]:
+    """Every row, then one of all lengths for each task."""
+    titles = dict.fromkeys(one.row.title for one in scores)
+    totals = [_pooled([one for one in scores if one.row.title == title]) for title in titles]
+    return [one.as_dict() for one in [*scores, *totals]]
+
+
+def _pooled(scores: list[Scores]) -> Scores:
     together = Scores(replace(scores[0].row, tokens=0))
     for one in scores:
         together.asked += one.asked
         together.continued += one.continued
         for name, counts in one.columns.items():
+            into = together.columns.setdefault(name, Counts())
             for key, values in vars(counts).items():
-                getattr(together.columns[name], key).extend(values)
+                getattr(into, key).extend(values)
     return together
 
 
