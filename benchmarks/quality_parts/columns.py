@@ -13,9 +13,7 @@ from torch import Tensor
 from quality_parts.questions import Prompt
 from tailreplay.connector.client import StoreClient
 from tailreplay.connector.hf import CachePolicy, HybridEngine
-from tailreplay.connector.plan import prefill_cuts
 from tailreplay.store import serve_in_thread
-from tailreplay.store.chain import PrefixChain
 from tailreplay.store.objects import Kind, ObjectName
 from tailreplay.store.server import StoreServer
 from tailreplay.store.tokens import extended_tokens
@@ -63,6 +61,7 @@ class Bench:
     def __init__(self, model: Any, server: StoreServer, reader: StoreClient) -> None:  # noqa: ANN401
         self._model = model
         self._server = server
+        self._client = reader
         first = CachePolicy(mode="exact", **_SETTINGS)
         self._writer = HybridEngine(model, server.address, first)
         self._reader = HybridEngine(model, reader, first)
@@ -92,15 +91,14 @@ class Bench:
 
     def _lose_states(self, context: list[int]) -> None:
         """Makes the store lose every checkpoint of a context."""
-        chain = PrefixChain(self._writer.namespace, extended_tokens(context))
-        store = self._server.store
-        for token in prefill_cuts(0, len(context), _SETTINGS["prefill_chunk_tokens"], 0):
-            name = ObjectName(self._writer.namespace, Kind.CHECKPOINT, chain.prefix_hash(token))
+        namespace, store = self._writer.namespace, self._server.store
+        answer = self._client.match(namespace, extended_tokens(context), timeout_s=20.0)
+        for checkpoint in answer.checkpoints:
+            name = ObjectName(namespace, Kind.CHECKPOINT, checkpoint.prefix_hash)
             record = store.catalog.record(name)
-            if record is None:
-                raise RuntimeError(f"the checkpoint after {token} tokens was not stored")
-            store.catalog.lost(record)
-            store.tiers.delete([name])
+            if record is not None:
+                store.catalog.lost(record)
+                store.tiers.delete([name])
 
     def _serve(self, name: str, prompt: Prompt) -> Served:
         self._rows.clear()
