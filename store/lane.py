@@ -53,6 +53,7 @@ logger = logging.getLogger(__name__)
 TICKET_S = 10.0
 _MAX_TICKETS = 1024
 _SCRATCH_BYTES = 1 << 20
+_ENDS = (RecordKind.RANGE_END, RecordKind.MISSING, RecordKind.BARRIER)
 
 
 class Lane:
@@ -155,6 +156,8 @@ class Lane:
                 self._store.catalog.count("integrity_errors")
             with suppress(OSError):
                 _send_error(sock, error)
+        except Exception:  # the reader sees a closed lane, and the store goes on
+            logger.exception("a lane failed")
         finally:
             with self._lock:
                 self._connections.discard(sock)
@@ -196,12 +199,13 @@ class Lane:
                 if not placed:
                     _send_frame(sock, frame)
                     continue
-                # Placed rows are 80 bytes each: sent together, at the end of their window.
+                # Placed rows are 80 bytes each: sent together, at the end of their range.
                 waiting.append(_placed(frame.record).pack())
-                if frame.record.kind is RecordKind.BARRIER:
+                if frame.record.kind in _ENDS:
                     try:
                         send(sock, waiting)
-                        _wait_seen(sock)
+                        if frame.record.kind is RecordKind.BARRIER:
+                            _wait_seen(sock)
                     except BaseException:
                         # Before the pins end: a reader that finds the lane open after it has
                         # copied knows that what it copied was pinned all along.

@@ -114,7 +114,7 @@ class Reader:
             pieces += self._pieces(request.namespace, path, number, wanted)
         dead: set[int] = set()
         try:
-            for window in _windows(pieces, window_bytes or self._window_bytes):
+            for window in _windows(pieces, window_bytes or self._window_bytes, self._window_bytes):
                 yield from self._send_window(window, dead)
         finally:
             self._catalog.used(_used(path, pieces))
@@ -269,24 +269,34 @@ def _used(path: Sequence[Node], pieces: Sequence[_Piece]) -> list[Record]:
     return list(asked.values())
 
 
-def _windows(pieces: Iterable[_Piece], window_bytes: int) -> Iterator[list[_Piece]]:
+def _windows(
+    pieces: Iterable[_Piece], window_bytes: int, load_bytes: int
+) -> Iterator[list[_Piece]]:
     """Cuts pieces, in order, into runs whose distinct objects fit the window; never an empty one.
 
-    A window holds one urgency only, so that hiddens never wait behind keys and values.
+    A window holds one urgency only, so that hiddens never wait behind keys and values, and has at
+    most `load_bytes` to load, so that what is loaded first goes out first.
     """
     window: list[_Piece] = []
     held: set[ObjectName] = set()
-    size = 0
+    size = loading = 0
     for piece in pieces:
         record = piece.record
-        extra = record.size if record is not None and record.name not in held else 0
-        full = size + extra > window_bytes or len(held) >= _MAX_WINDOW_OBJECTS
+        is_new = record is not None and record.name not in held
+        extra = record.size if record is not None and is_new else 0
+        to_load = extra if record is not None and not record.in_cpu else 0
+        full = (
+            size + extra > window_bytes
+            or loading + to_load > load_bytes
+            or len(held) >= _MAX_WINDOW_OBJECTS
+        )
         if window and (full or window[-1].wanted.kind != piece.wanted.kind):
             yield window
-            window, held, size = [], set(), 0
+            window, held, size, loading = [], set(), 0, 0
             extra = record.size if record is not None else 0
+            to_load = extra if record is not None and not record.in_cpu else 0
         window.append(piece)
-        size += extra
+        size, loading = size + extra, loading + to_load
         if record is not None:
             held.add(record.name)
     if window:
