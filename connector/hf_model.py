@@ -6,6 +6,7 @@ with Transformers 5.19, where a forward takes `past_key_values=`, and 5.24, wher
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import inspect
 import sys
@@ -19,19 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
+from tailreplay.connector.hf_families import UnsupportedModel, family_of
 from tailreplay.replay.groups import FULL, LINEAR, ReplayGroup, replay_groups
 from tailreplay.replay.hidden_rows import HiddenRows
 from tailreplay.replay.linear_state import LinearState
-from tailreplay.replay.state_only import StateWeights, final_state
+from tailreplay.replay.state_only import final_state
 
 __all__ = ["HybridModel", "LinearState", "UnsupportedModel", "guard_triton"]
-
-SUPPORTED = ("qwen3_5_text",)
-"""`config.model_type` of the families that are known to work."""
-
-
-class UnsupportedModel(ValueError):
-    """The model is of a family, or built in a way, that this view does not know."""
 
 
 class HybridModel:
@@ -65,11 +60,11 @@ class HybridModel:
             model: a causal LM of Transformers in eval mode, all on one device.
 
         Raises:
-            UnsupportedModel: its family is not in `SUPPORTED`, or a projection that replay cuts
-                is not a plain `torch.nn.Linear` (a quantised or adapted model).
+            UnsupportedModel: its family is not in `hf_families.FAMILIES`, or a projection that
+                replay cuts is not a plain `torch.nn.Linear` (a quantised or adapted model).
         """
         config = model.config
-        _check_family(model)
+        self._family = family_of(model)
         self.groups = replay_groups(config.layer_types)
         self.fa_layers = _of_type(config.layer_types, FULL)
         self.linear_layers = _of_type(config.layer_types, LINEAR)
@@ -83,13 +78,14 @@ class HybridModel:
         self.key_dim: int = config.linear_key_head_dim
         self.value_dim: int = config.linear_value_head_dim
         self.kv_heads: int = config.num_key_value_heads
-        self.kv_head_dim: int = config.head_dim
+        self.kv_head_dim: int = _head_dim(config)
         self.hidden_size: int = config.hidden_size
         self._model = model
         self._layers = model.model.layers
         self._model_cache_name = _cache_name(model)
         self._layer_cache_name = _cache_name(self._layers[self.linear_layers[0]])
-        _check_projections(self._layers[layer] for layer in self.linear_layers)
+        for layer in self.linear_layers:
+            self._family.check(self._layers[layer].linear_attn)
 
     def new_cache(self) -> DynamicCache:
         """Return an empty cache with one layer of the right kind per model layer."""
@@ -257,18 +253,22 @@ class HybridModel:
             self.set_states(cache, {last: self._final_state(last, x, start.get(last))})
 
     def _run_layer(self, layer: int, x: Tensor, cache: DynamicCache) -> Tensor:
-        # A linear layer has no use for positions, and without padding none for a mask.
+        # A linear layer has no use for positions, and without padding none for a mask. OLMo-Hybrid
+        # asks whether the cache's last linear layer has a state, and takes it for an answer about
+        # its own: so here each layer is the last.
+        own = copy.copy(cache)
+        own.layers = cache.layers[: layer + 1]
         out = self._layers[layer](
             x,
             position_embeddings=None,
             attention_mask=None,
-            **{self._layer_cache_name: cache},
+            **{self._layer_cache_name: own},
         )
         return _tensor(out)
 
     def _final_state(self, layer: int, x: Tensor, initial: LinearState | None) -> LinearState:
         module = self._layers[layer]
-        weights = _state_weights(module.linear_attn)
+        weights = self._family.state_weights(module.linear_attn)
         return final_state(weights, module.input_layernorm(x)[0], initial)
 
     def _group_input(self, group: ReplayGroup, rows: Tensor) -> Tensor:
@@ -366,18 +366,10 @@ def _importable(name: str) -> bool:
     return name in sys.modules or importlib.util.find_spec(name) is not None
 
 
-def _check_family(model: Any) -> None:  # noqa: ANN401 - any Transformers model
-    kind = getattr(model.config, "model_type", None)
-    if kind not in SUPPORTED:
-        raise UnsupportedModel(f"model_type is {kind!r}, wanted one of {SUPPORTED}")
-
-
-def _check_projections(layers: Iterator[Any]) -> None:
-    for layer in layers:
-        for name in ("in_proj_qkv", "in_proj_a", "in_proj_b"):
-            kind = type(getattr(layer.linear_attn, name))
-            if kind is not torch.nn.Linear:
-                raise UnsupportedModel(f"{name} is a {kind.__name__}, wanted torch.nn.Linear")
+def _head_dim(config: Any) -> int:  # noqa: ANN401 - any Transformers config
+    """Return the dim of an FA head, which OLMo-Hybrid's config only implies."""
+    dim: int = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    return dim
 
 
 def _of_type(layer_types: Sequence[str], name: str) -> tuple[int, ...]:
@@ -404,16 +396,3 @@ def _in_this_thread(hook: Callable[..., None]) -> Callable[..., None]:
 def _tensor(out: Any) -> Tensor:  # noqa: ANN401 - what a decoder layer returns
     hidden: Tensor = out if isinstance(out, Tensor) else out[0]
     return hidden
-
-
-def _state_weights(attention: Any) -> StateWeights:  # noqa: ANN401 - a Gated DeltaNet module
-    return StateWeights(
-        qkv=attention.in_proj_qkv.weight,
-        a=attention.in_proj_a.weight,
-        b=attention.in_proj_b.weight,
-        conv=attention.conv1d.weight.squeeze(1),
-        a_log=attention.A_log,
-        dt_bias=attention.dt_bias,
-        key_heads=attention.num_k_heads,
-        key_dim=attention.head_k_dim,
-    )

@@ -19,27 +19,31 @@ from tailreplay.replay.linear_state import LinearState
 
 @dataclass(frozen=True, slots=True)
 class StateWeights:
-    """The weights that a layer's state depends on, as views of the model's own.
+    """The weights that a layer's state depends on, as views of the model's own where they can be.
 
     Attributes:
-        qkv: `[C, D]`, rows in the order q, k, v.
+        q: `[H K, D]`.
+        k: `[H K, D]`.
+        v: `[HV V, D]`.
         a: `[HV, D]`, projects to the decay.
         b: `[HV, D]`, projects to beta.
-        conv: `[C, W]`, W >= 2.
+        conv: `[C, W]`, W >= 2, rows in the order q, k, v.
         a_log: `[HV]`.
         dt_bias: `[HV]`.
         key_heads: H.
-        key_dim: K.
+        beta_max: beta lies in [0, beta_max]; above 1, a state may flip its sign along a key.
     """
 
-    qkv: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
     a: Tensor
     b: Tensor
     conv: Tensor
     a_log: Tensor
     dt_bias: Tensor
     key_heads: int
-    key_dim: int
+    beta_max: float = 1.0
 
 
 def final_state(
@@ -57,26 +61,30 @@ def final_state(
         A state of its own memory: conv in the rows' dtype, recurrent in fp32.
 
     Source: Gated DeltaNet, arXiv 2412.06464, section 3.4 and figure 1; the decay as in Mamba-2,
-        arXiv 2405.21060: g = -exp(A_log) softplus(a + dt_bias).
+        arXiv 2405.21060: g = -exp(A_log) softplus(a + dt_bias); beta up to 2: arXiv 2411.12537.
     """
-    width, q_channels = weights.conv.shape[-1], weights.key_heads * weights.key_dim
+    width = weights.conv.shape[-1]
     conv = None if initial_state is None else initial_state.conv
     recurrent = None if initial_state is None else initial_state.recurrent
-    kv = F.linear(rows, weights.qkv[q_channels:])
-    q_tail = F.linear(rows[1 - width :], weights.qkv[:q_channels])
-    tail = conv_tail(torch.cat([q_tail, kv[1 - width :]], dim=-1), width, conv)
-    past = None if conv is None else conv[q_channels:]
-    k, v = _keys_values(weights, causal_conv(kv, weights.conv[q_channels:], past))
-    beta = F.linear(rows, weights.b).sigmoid()
+    k, v = F.linear(rows, weights.k), F.linear(rows, weights.v)
+    q_tail = F.linear(rows[1 - width :], weights.q)
+    tail = conv_tail(torch.cat([q_tail, k[1 - width :], v[1 - width :]], dim=-1), width, conv)
+    k, v = _convolved(weights, k, v, conv)
+    beta = F.linear(rows, weights.b).sigmoid() * weights.beta_max
     return LinearState(tail, state_scan(k, v, _decay(weights, rows), beta, recurrent))
 
 
-def _keys_values(weights: StateWeights, kv: Tensor) -> tuple[Tensor, Tensor]:
-    """Split `[T, H K + HV V]` into normalised keys `[T, H, K]` fp32 and values `[T, HV, V]`."""
-    tokens, k_channels = kv.shape[0], weights.key_heads * weights.key_dim
-    k = kv[:, :k_channels].reshape(tokens, weights.key_heads, weights.key_dim)
-    v = kv[:, k_channels:].reshape(tokens, weights.a_log.shape[0], -1)
-    return l2norm(k.float()), v
+def _convolved(
+    weights: StateWeights, k: Tensor, v: Tensor, initial_state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Turn raw k and v into normalised keys `[T, H, K]` fp32 and values `[T, HV, V]`."""
+    channels = weights.k.shape[0]
+    k_rows, v_rows = slice(channels, 2 * channels), slice(2 * channels, None)
+    past = (None, None) if initial_state is None else (initial_state[k_rows], initial_state[v_rows])
+    k = causal_conv(k, weights.conv[k_rows], past[0])
+    v = causal_conv(v, weights.conv[v_rows], past[1])
+    keys = k.reshape(len(k), weights.key_heads, -1)
+    return l2norm(keys.float()), v.reshape(len(v), weights.a_log.shape[0], -1)
 
 
 def _decay(weights: StateWeights, rows: Tensor) -> Tensor:

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from tailreplay.store.server import StoreServer
 
-torch.set_num_threads(1)
-
 LOGITS_BOUND = 1e-4
 """max|a - b| / max|b|, fp32."""
 

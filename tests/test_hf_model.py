@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import random_tokens, relative_l2, relative_max, tiny_qwen
+from tiny_models import FAMILIES, random_tokens, relative_l2, relative_max, tiny_qwen
 
 from tailreplay.connector.hf_model import HybridModel, UnsupportedModel, guard_triton
 from tailreplay.replay.groups import ReplayGroup
@@ -33,12 +33,19 @@ BOUNDARIES = [1, 2, 3, 4, 5, 63, 64, 65, 130, 257, 299]
 
 SUFFIX = 20
 
+PROJECTIONS = {
+    "qwen3_5_text": ["in_proj_qkv", "in_proj_a", "in_proj_b"],
+    "qwen3_next": ["in_proj_qkvz", "in_proj_ba"],
+    "olmo_hybrid": ["q_proj", "k_proj", "v_proj", "a_proj", "b_proj"],
+}
+"""What the state of a linear layer is projected by."""
+
 
 class Prefix:
     """A prompt that was prefilled once, with all that a cache would have kept of it."""
 
-    def __init__(self, dtype=torch.float32, tokens=320):
-        self.model = HybridModel(tiny_qwen(dtype))
+    def __init__(self, dtype=torch.float32, tokens=320, make=tiny_qwen):
+        self.model = HybridModel(make(dtype))
         self.tokens = random_tokens(tokens)
         cache = self.model.new_cache()
         with self.model.capture() as self.hidden:
@@ -100,9 +107,15 @@ def prefix():
     return Prefix()
 
 
-@pytest.fixture(scope="module")
-def long_prefix():
-    return Prefix(tokens=1020)
+@pytest.fixture(scope="module", params=FAMILIES.values(), ids=FAMILIES)
+def any_prefix(request):
+    """One of each family."""
+    return Prefix(make=request.param)
+
+
+@pytest.fixture(scope="module", params=FAMILIES.values(), ids=FAMILIES)
+def long_prefix(request):
+    return Prefix(tokens=1020, make=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -114,11 +127,11 @@ def bf16_prefix():
 
 
 @pytest.mark.parametrize("m", BOUNDARIES)
-def test_replay_of_all_rows_is_a_prefill(prefix, m):
-    states = prefix.model.states(prefix.hit(m))
-    prefix.check_states(states, prefix.states(m), STATE_BOUND)
+def test_replay_of_all_rows_is_a_prefill(any_prefix, m):
+    states = any_prefix.model.states(any_prefix.hit(m))
+    any_prefix.check_states(states, any_prefix.states(m), STATE_BOUND)
     for suffix in (1, SUFFIX):
-        assert prefix.logits_error(prefix.hit(m), m, suffix) <= LOGITS_BOUND
+        assert any_prefix.logits_error(any_prefix.hit(m), m, suffix) <= LOGITS_BOUND
 
 
 @pytest.mark.parametrize("m", BOUNDARIES)
@@ -146,10 +159,10 @@ def test_replay_from_a_checkpoint_is_a_prefill(long_prefix, checkpoint, m):
         assert long_prefix.logits_error(cache, m, suffix) <= LOGITS_BOUND
 
 
-def test_a_hit_can_be_decoded_from_token_by_token(prefix):
-    got, wanted = prefix.hit(130), prefix.prefill(130)
+def test_a_hit_can_be_decoded_from_token_by_token(any_prefix):
+    got, wanted = any_prefix.hit(130), any_prefix.prefill(130)
     for m in range(130, 136):
-        error = relative_max(prefix.logits(got, m, 1), prefix.logits(wanted, m, 1))
+        error = relative_max(any_prefix.logits(got, m, 1), any_prefix.logits(wanted, m, 1))
         assert error <= LOGITS_BOUND
 
 
@@ -157,22 +170,22 @@ def test_a_hit_can_be_decoded_from_token_by_token(prefix):
 
 
 @pytest.mark.parametrize("m", [65, 299])
-def test_states_of_another_boundary_are_far_off(prefix, m):
-    cache = prefix.with_kv(m)
-    prefix.model.set_states(cache, prefix.states(m - 1))
-    assert prefix.logits_error(cache, m) > FAR_OFF
+def test_states_of_another_boundary_are_far_off(any_prefix, m):
+    cache = any_prefix.with_kv(m)
+    any_prefix.model.set_states(cache, any_prefix.states(m - 1))
+    assert any_prefix.logits_error(cache, m) > FAR_OFF
     with pytest.raises(AssertionError, match="of layer"):
-        prefix.check_states(prefix.states(m - 1), prefix.states(m), 1000 * STATE_BOUND)
+        any_prefix.check_states(any_prefix.states(m - 1), any_prefix.states(m), 1000 * STATE_BOUND)
 
 
-def test_zero_states_are_far_off(prefix):
-    cache = prefix.with_kv(299)
+def test_zero_states_are_far_off(any_prefix):
+    cache = any_prefix.with_kv(299)
     zeros = {
         layer: LinearState(torch.zeros_like(state.conv), torch.zeros_like(state.recurrent))
-        for layer, state in prefix.states(299).items()
+        for layer, state in any_prefix.states(299).items()
     }
-    prefix.model.set_states(cache, zeros)
-    assert prefix.logits_error(cache, 299) > FAR_OFF
+    any_prefix.model.set_states(cache, zeros)
+    assert any_prefix.logits_error(cache, 299) > FAR_OFF
 
 
 def test_more_rows_replayed_are_less_error(prefix):
@@ -192,11 +205,11 @@ def test_few_rows_leave_a_wrong_conv_state(prefix, k, right):
 # Cache and hooks
 
 
-def test_replay_needs_no_kv_and_no_order(prefix):
-    model, cache = prefix.model, prefix.model.new_cache()
+def test_replay_needs_no_kv_and_no_order(any_prefix):
+    model, cache = any_prefix.model, any_prefix.model.new_cache()
     for group in reversed(model.groups):
-        model.replay_group(group, prefix.rows(group, 0, 130), cache)
-    prefix.check_states(model.states(cache), prefix.states(130), STATE_BOUND)
+        model.replay_group(group, any_prefix.rows(group, 0, 130), cache)
+    any_prefix.check_states(model.states(cache), any_prefix.states(130), STATE_BOUND)
 
 
 def test_installed_kv_is_adopted_without_a_copy_and_never_written(prefix):
@@ -367,11 +380,22 @@ def test_another_family_is_refused_by_name():
         HybridModel(model)
 
 
-def test_a_projection_that_cannot_be_cut_is_refused():
-    model = tiny_qwen()
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [(family, name) for family in FAMILIES for name in PROJECTIONS[family]],
+)
+def test_a_projection_that_cannot_be_cut_is_refused(family, name):
+    model = FAMILIES[family]()
     attention = model.model.layers[0].linear_attn
-    attention.in_proj_qkv = torch.nn.Sequential(attention.in_proj_qkv)
-    with pytest.raises(UnsupportedModel, match="in_proj_qkv is a Sequential, wanted"):
+    setattr(attention, name, torch.nn.Sequential(getattr(attention, name)))
+    with pytest.raises(UnsupportedModel, match=f"{name} is a Sequential, wanted"):
+        HybridModel(model)
+
+
+def test_another_activation_is_refused():
+    model = tiny_qwen()
+    model.model.layers[4].linear_attn.activation = "gelu"
+    with pytest.raises(UnsupportedModel, match="activation is 'gelu', wanted 'silu'"):
         HybridModel(model)
 
 

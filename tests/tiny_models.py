@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 
 from tailreplay.connector.demo_model import draw_decay
@@ -9,7 +11,28 @@ from tailreplay.connector.hf_model import guard_triton
 
 guard_triton()
 
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig  # noqa: E402 - after the guard
+from transformers import (  # noqa: E402 - after the guard
+    OlmoHybridConfig,
+    OlmoHybridForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+torch.set_num_threads(1)  # more make such small models slower where others work too
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+LINEAR_LAYERS = {
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+"""Grouped values, and K unequal to V."""
 
 
 def tiny_qwen(
@@ -19,7 +42,7 @@ def tiny_qwen(
     hidden: int = 64,
     vocab: int = 256,
 ) -> Qwen3_5ForCausalLM:
-    """A Qwen3.5 text model (LLLF repeated) with grouped values, and K unequal to V.
+    """A Qwen3.5 text model, LLLF repeated.
 
     The same arguments give the same weights. The global random state is left as it was.
     """
@@ -31,17 +54,64 @@ def tiny_qwen(
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        linear_key_head_dim=16,
-        linear_value_head_dim=24,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
         max_position_embeddings=65536,
         # Large enough for every layer to matter to the logits.
         initializer_range=hidden**-0.5,
+        **LINEAR_LAYERS,
     )
+    return _random(Qwen3_5ForCausalLM, config, dtype, seed)
+
+
+def tiny_qwen_next(dtype: torch.dtype = torch.float32, seed: int = 0) -> Qwen3NextForCausalLM:
+    """A Qwen3-Next model, LLLF twice, with 2 of 4 experts and a shared one for each token."""
+    config = Qwen3NextConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        max_position_embeddings=65536,
+        initializer_range=64**-0.5,
+        **LINEAR_LAYERS,
+    )
+    return _random(Qwen3NextForCausalLM, config, dtype, seed)
+
+
+def tiny_olmo(dtype: torch.dtype = torch.float32, seed: int = 0) -> OlmoHybridForCausalLM:
+    """An OLMo-Hybrid model, LLLF twice, without RoPE and with beta up to 2, as released ones."""
+    config = OlmoHybridConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=8,
+        num_attention_heads=2,
+        max_position_embeddings=65536,
+        initializer_range=64**-0.5,
+        pad_token_id=None,
+        eos_token_id=None,
+        **LINEAR_LAYERS,
+    )
+    return _random(OlmoHybridForCausalLM, config, dtype, seed)
+
+
+FAMILIES = {
+    "qwen3_5_text": tiny_qwen,
+    "qwen3_next": tiny_qwen_next,
+    "olmo_hybrid": tiny_olmo,
+}
+"""By `config.model_type`. All have the same shapes of KV, hiddens and states."""
+
+
+def _random(kind: type[Model], config: PreTrainedConfig, dtype: torch.dtype, seed: int) -> Model:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = Qwen3_5ForCausalLM(config)
+        model = kind(config)
         draw_decay(model)
     return model.to(dtype).eval()
 
