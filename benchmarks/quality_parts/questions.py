@@ -79,6 +79,8 @@ def sample(
     prompts: list[Prompt] = []
     while len(prompts) < boundaries:
         m = _unaligned(rng, len(context) // 2, len(context))
+        if context[m] == corpus.line:  # the question's first token: it would share one more
+            continue
         if row.task == "common" or _facts(corpus, context[:m], row.task):
             prompts.append(_asked(corpus, row, rng, context, m))
     return context.tolist(), prompts
