@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tiny_models import tiny_qwen
+from tiny_models import FAMILIES, random_tokens, tiny_qwen
 
 from tailreplay.connector.hf_model import HybridModel
 from tailreplay.connector.payload import PayloadCodec
@@ -95,6 +95,20 @@ def test_states_come_back(model, codec):
     for layer, state in states.items():
         assert torch.equal(got[layer].conv, state.conv)
         assert torch.equal(got[layer].recurrent, state.recurrent)
+
+
+@pytest.mark.parametrize("make", FAMILIES.values(), ids=FAMILIES)
+def test_states_of_every_family_come_back_as_they_were(make):
+    """As the model itself left them, and as it reads them again."""
+    model = HybridModel(make())
+    codec, cache, restored = PayloadCodec(model), model.new_cache(), model.new_cache()
+    model.forward(random_tokens(9), cache)
+    units = as_units(codec.pack_checkpoint(model.states(cache)), codec.geometry[Kind.CHECKPOINT], 1)
+    model.set_states(restored, codec.unpack_checkpoint(units))
+    for layer in model.linear_layers:
+        kept, got = cache.layers[layer], restored.layers[layer]
+        assert torch.equal(got.conv_states[0][..., 1:], kept.conv_states[0][..., 1:])
+        assert torch.equal(got.recurrent_states[0], kept.recurrent_states[0])
 
 
 def test_a_buffer_that_is_filled_later_shows_in_keys_and_values(model, codec):
