@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
@@ -32,6 +33,28 @@ CHUNK_BYTES = 1 << 20
 """Bytes of an object per Put message."""
 
 _MAX_MESSAGE_BYTES = 16 << 20
+
+# Within its deadline a call that changes nothing is made again: the first one after a restart of
+# the store may go into a connection whose end nobody has noticed yet.
+_ASK_AGAIN = json.dumps(
+    {
+        "methodConfig": [
+            {
+                "name": [
+                    {"service": "tailreplay.store.v1.Store", "method": method}
+                    for method in ("Match", "OpenLane", "Stats", "Describe")
+                ],
+                "retryPolicy": {
+                    "maxAttempts": 3,
+                    "initialBackoff": "0.01s",
+                    "maxBackoff": "0.05s",
+                    "backoffMultiplier": 2,
+                    "retryableStatusCodes": ["UNAVAILABLE"],
+                },
+            }
+        ]
+    }
+)
 
 T = TypeVar("T")
 
@@ -97,8 +120,11 @@ class StoreClient:
                 ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
                 # A store that comes back is found by the next lookup, within its deadline.
                 ("grpc.initial_reconnect_backoff_ms", 50),
-                ("grpc.min_reconnect_backoff_ms", 1000),
+                ("grpc.min_reconnect_backoff_ms", 5000),
                 ("grpc.max_reconnect_backoff_ms", 200),
+                ("grpc.service_config", _ASK_AGAIN),
+                # A connection of its own, whose end is its own to notice.
+                ("grpc.use_local_subchannel_pool", 1),
                 # Proxies are for the outside; a store is on this machine or in this cluster.
                 ("grpc.enable_http_proxy", 0),
             ],
