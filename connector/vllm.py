@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from tailreplay.connector.vllm_config import check_supported, is_tested
 from tailreplay.connector.vllm_meta import StepOps, WorkerNews
+from tailreplay.connector.vllm_metrics import TailReplayMetrics, TailReplayStats
 from tailreplay.connector.vllm_scheduler import SchedulerSide
 from tailreplay.connector.vllm_worker import WorkerSide
 
@@ -104,6 +105,20 @@ class TailReplayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         """As in vLLM's base class; blocks are never held back."""
         del block_ids
         return False, None if self._scheduler is None else self._scheduler.finished(request)
+
+    def get_kv_connector_stats(self) -> TailReplayStats | None:
+        """As in vLLM's base class; all counting is done in the scheduler."""
+        return None if self._scheduler is None else TailReplayStats(self._scheduler.take_counts())
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TailReplayStats:
+        """As in vLLM's base class."""
+        return TailReplayStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> TailReplayMetrics:
+        """As in vLLM's base class."""
+        return TailReplayMetrics(*args)
 
     # The worker's side.
 

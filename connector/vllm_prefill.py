@@ -75,7 +75,7 @@ class Prefiller:
         metadata, slots = self._fa_metadata(pieces)
         metadata |= self._state_metadata(pieces)
         with self._context(metadata, slots, len(ids)):
-            self._model.inner(ids, positions)
+            self._model.inner(ids, positions, None)
 
     @torch.inference_mode()
     def replay(self, pieces: Sequence[Piece], hidden: Mapping[int, Tensor]) -> None:

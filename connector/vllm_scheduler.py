@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,7 @@ class _Tracked:
     Attributes:
         attempt: preemptions before the lookup; after one more it is asked again.
         asked_s: when the lookup was handed to its thread.
+        queried_tokens: tokens beyond vLLM's own hit, since the last answer that is not counted yet.
         state: 'waiting' until its blocks exist, 'loading' until every rank has the bytes,
             'filling' until it is reported, 'running'.
         failed: why no load is tried any more; None = nothing has failed.
@@ -77,6 +79,7 @@ class _Tracked:
     attempt: int
     asked_s: float
     plan: FetchPlan | None = None
+    queried_tokens: int = 0
     local_tokens: int = 0
     state: str = "waiting"
     failed: str | None = None
@@ -128,6 +131,7 @@ class SchedulerSide:
         self._next = StepOps()
         self._fetched: dict[str, int] = {}
         self._broken: dict[str, int] = {}
+        self._counts: Counter[str] = Counter()
 
     def on_new_request(self, request: Any) -> None:
         """Asks the store, so that the answer is there when the request is first scheduled."""
@@ -141,6 +145,7 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.attempt != request.num_preemptions:
             tracked = self._track(request)
+        tracked.queried_tokens = request.num_tokens - local_tokens
         if tracked.policy.mode == "off" or tracked.failed is not None:
             return 0, False
         if not tracked.asked.done():
@@ -156,7 +161,10 @@ class SchedulerSide:
     def allocated(self, request: Any, block_ids: tuple[list[int], ...], extra: int) -> None:
         """Blocks exist: the load can begin."""
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or extra == 0 or tracked.plan is None:
+        if tracked is None:
+            return
+        self._count_answer(tracked, extra)
+        if extra == 0 or tracked.plan is None:
             return
         asked = tracked.asked.result()
         tracked.state = "loading"
@@ -207,19 +215,43 @@ class SchedulerSide:
     def heard(self, news: WorkerNews | None, finished: set[str], failed: set[str]) -> None:
         """Takes in what the workers report after a step."""
         if news is not None:
-            self._count(news)
+            self._add_up(news)
         for request_id in finished:
             if (tracked := self._tracked.get(request_id)) is None:
                 continue
             tracked.state = "running"
             if request_id in failed:
                 tracked.failed = tracked.failed or "evicted"
+                self._counts[f"failed_loads:{tracked.failed}"] += 1
                 tracked.plan, tracked.begun = None, False
 
-    def _count(self, news: WorkerNews) -> None:
+    def take_counts(self) -> dict[str, int]:
+        """What was counted since the last call, by the names of `vllm_metrics`."""
+        counts, self._counts = self._counts, Counter()
+        return dict(counts)
+
+    def _count_answer(self, tracked: _Tracked, extra: int) -> None:
+        """Counts where vLLM does: once an answer has led to blocks, preempted requests left out."""
+        if not tracked.queried_tokens:
+            return
+        queried, tracked.queried_tokens = tracked.queried_tokens, 0
+        if extra:
+            self._counts["loads"] += 1
+        if tracked.request.num_preemptions:
+            return
+        self._counts["queried_tokens"] += queried
+        self._counts["loaded_tokens"] += extra
+        if tracked.plan is not None:
+            self._counts["matched_tokens"] += tracked.plan.matched_tokens
+            self._counts["used_tokens"] += tracked.plan.used_tokens
+            for reason, tokens in tracked.plan.lost.items():
+                self._counts[f"lost_tokens:{reason}"] += tokens
+
+    def _add_up(self, news: WorkerNews) -> None:
         for into, counts in ((self._fetched, news.fetched), (self._broken, news.failed)):
             for request_id, count in counts.items():
-                into[request_id] = into.get(request_id, 0) + count
+                if request_id in self._tracked:
+                    into[request_id] = into.get(request_id, 0) + count
         for request_id, reason in news.reasons.items():
             if (tracked := self._tracked.get(request_id)) is not None:
                 tracked.failed = reason
@@ -229,6 +261,8 @@ class SchedulerSide:
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return None
+        self._fetched.pop(request.request_id, None)
+        self._broken.pop(request.request_id, None)
         if tracked.state in ("loading", "filling"):
             # Its blocks are free only once every rank has let go of them.
             self._next.dropped[request.request_id] = False

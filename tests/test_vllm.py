@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from vllm_engine import Engine
-from vllm_models import qwen3_next, qwen35
+from vllm_models import olmo_hybrid, qwen3_next, qwen35
 
 from tailreplay.store import serve_in_thread
 from tailreplay.store.objects import Kind
@@ -154,15 +154,45 @@ def test_eight_hits_of_eight_lengths_in_one_step(eager: Any):
     assert worst(zeros, plain) > 4 * noise
 
 
-def test_vllm_counts_the_hits_that_we_report(eager: Any):
+def counted(engine: Any) -> dict[str, float]:
+    """vLLM's counters, and ours."""
+    ours = ("queried_tokens", "loaded_tokens", "matched_tokens", "used_tokens", "lost_tokens")
+    names = {name: f"vllm:tailreplay_{name}" for name in (*ours, "loads", "failed_loads")}
+    for name in ("queries", "hits"):
+        names[name] = f"vllm:external_prefix_cache_{name}"
+    return {key: engine.metric(name=name) for key, name in names.items()}
+
+
+def assert_counts_agree(more: dict[str, float]) -> None:
+    assert more["queried_tokens"] == more["queries"]
+    assert more["loaded_tokens"] == more["hits"]
+    assert more["matched_tokens"] == more["used_tokens"] + more["lost_tokens"]
+
+
+def test_case_79_vllm_counts_what_we_count(eager: Any):
     prompt = tokens(1000, seed=5)
-    names = ("vllm:external_prefix_cache_queries", "vllm:external_prefix_cache_hits")
-    before = [eager.metric(name=name) for name in names]
+    before = counted(eager)
     eager.generate(prompts=[prompt])
     eager.generate(prompts=[branch(prompt, 333)])
-    after = [eager.metric(name=name) for name in names]
-    assert after[0] - before[0] == 1000 + 433
-    assert after[1] - before[1] == 333
+    more = {name: value - before[name] for name, value in counted(eager).items()}
+    assert more["queries"] == 1000 + 433
+    assert more["hits"] == 333
+    assert (more["loads"], more["failed_loads"]) == (1, 0)
+    assert_counts_agree(more)
+
+
+def test_case_79_local_hits_are_in_no_external_count(chunked: Any):
+    prompt = tokens(1400, seed=22)
+    chunked.generate(prompts=[prompt])
+    chunked.generate(prompts=[branch(prompt, 700)])
+    before = counted(chunked)
+    found = chunked.generate(prompts=[branch(prompt, 700)])[0]
+    more = {name: value - before[name] for name, value in counted(chunked).items()}
+    local = found["report"]["local_tokens"]
+    assert local == 768
+    assert more["queries"] == 800 - local
+    assert more["hits"] == found["cached"] - local
+    assert_counts_agree(more)
 
 
 def test_a_salt_separates_what_is_stored(eager: Any):
@@ -181,7 +211,9 @@ def test_what_was_decoded_is_stored_too(eager: Any):
     assert turn["report"]["checkpoint_token"] == 500
 
 
-def test_an_abort_while_loading_leaves_no_block_and_no_lease(eager: Any, gate: Gate, store: Any):
+def test_case_50_an_abort_while_loading_leaves_no_block_and_no_lease(
+    eager: Any, gate: Gate, store: Any
+):
     prompt = tokens(1400, seed=9)
     eager.generate(prompts=[prompt])
     eager.generate(prompts=[branch(prompt, 600)])
@@ -197,7 +229,7 @@ def test_an_abort_while_loading_leaves_no_block_and_no_lease(eager: Any, gate: G
     assert store.store.stats().leases == 0
 
 
-def test_chunked_prefill_stores_every_token(chunked: Any):
+def test_case_20_chunked_prefill_stores_every_token(chunked: Any):
     prompt = tokens(1400, seed=10)
     assert chunked.generate(prompts=[prompt])[0]["cached"] == 0
     again = chunked.generate(prompts=[prompt])[0]
@@ -228,8 +260,15 @@ def test_a_local_hit_is_completed_from_the_store(chunked: Any):
     assert found["report"]["local_tokens"] == 768
 
 
+def test_case_12_no_setting_lowers_what_is_matched(eager: Any, chunked: Any):
+    prompt = tokens(1400, seed=23)
+    for turn, engine in enumerate((eager, chunked), 1):
+        engine.generate(prompts=[prompt])
+        assert engine.generate(prompts=[branch(prompt, 901, turn=turn)])[0]["cached"] == 901
+
+
 @pytest.mark.parametrize("order", [(0, 5), (5, 0)])
-def test_hits_do_not_depend_on_priority(chunked: Any, order: tuple[int, int]):
+def test_case_19_hits_do_not_depend_on_priority(chunked: Any, order: tuple[int, int]):
     prompt = tokens(1000, seed=20 + order[0])
     chunked.generate(prompts=[prompt])
     lengths = (300, 600)
@@ -241,7 +280,7 @@ def test_hits_do_not_depend_on_priority(chunked: Any, order: tuple[int, int]):
     assert [done[name]["cached"] for name in names] == list(lengths)
 
 
-def test_a_store_that_comes_late_is_found(
+def test_case_65_and_67_a_store_that_is_absent_and_comes_late_is_found(
     start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
 ):
     address = f"unix://{tmp_path_factory.mktemp('late')}/store.sock"
@@ -260,6 +299,18 @@ def test_a_store_that_comes_late_is_found(
     after = compiled.generate(prompts=[branch(prompt, 333)])[0]
     assert after["cached"] == 0
     assert worst([after], [plain]) < 0.3
+
+
+def test_case_52_a_request_preempted_a_hundred_times_ends_as_one_that_was_not(eager: Any):
+    prompt = tokens(500, seed=24)
+    alone = eager.generate(prompts=[prompt])
+    free = eager.free_blocks()
+    assert eager.preemptions() == 0
+    found = eager.preempt(prompt=prompt, times=100)
+    assert eager.preemptions() == 100
+    assert len(found["tokens"]) == 300
+    assert worst([found], alone) < 0.3
+    assert eager.free_blocks() == free
 
 
 def test_preempted_requests_come_back_and_hit(start: Callable[..., Any]):
@@ -325,5 +376,21 @@ def test_experts_are_the_models_own_in_a_gap(
         prompt=branch(prompt, 777), cuts=[777], noise_cuts=[33, 777], salts=["moe", "a", "b"]
     )
     assert found["cached"] == 777
+    assert found["state_error"] == 0
+    assert found["tokens_equal"]
+
+
+def test_olmo_hybrid_is_exact_between_blocks(
+    start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+):
+    olmo = start(
+        model=olmo_hybrid(tmp_path_factory.mktemp("olmo")), olmo_shims=True, max_model_len=1024
+    )
+    prompt = tokens(400, seed=25)
+    olmo.generate(prompts=[prompt], cache_salt="olmo")
+    found = olmo.compare(
+        prompt=branch(prompt, 257, 40), cuts=[257], noise_cuts=[33, 257], salts=["olmo", "a", "b"]
+    )
+    assert found["cached"] == 257
     assert found["state_error"] == 0
     assert found["tokens_equal"]

@@ -25,6 +25,7 @@ from tailreplay.connector.vllm_scheduler import SchedulerSide
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
 from tailreplay.store.chain import PrefixChain
+from tailreplay.store.objects import Kind
 from tailreplay.store.tokens import extended_tokens
 
 
@@ -65,7 +66,6 @@ def config(**changes: Any) -> Any:
         ({"parallel_config__enable_expert_parallel": True}, "enable_expert_parallel"),
         ({"parallel_config__use_sequence_parallel_moe": True}, "sequence-parallel"),
         ({"parallel_config__decode_context_parallel_size": 2}, "context parallelism"),
-        ({"speculative_config": object()}, "speculative decoding is on"),
         ({"kv_transfer_config__kv_load_failure_policy": "fail"}, "wanted 'recompute'"),
         ({"kv_transfer_config__kv_role": "kv_producer"}, "wanted 'kv_both'"),
         ({"kv_transfer_config__kv_connector_extra_config": {"mode": "tail"}}, "strict=false"),
@@ -76,6 +76,11 @@ def test_an_unsupported_engine_is_refused_and_told_what_to_change(change: Any, n
     check_supported(config())
     with pytest.raises(ValueError, match=names):
         check_supported(config(**change))
+
+
+def test_case_28_speculative_decoding_is_refused():
+    with pytest.raises(ValueError, match="wanted off: leave out speculative_config"):
+        check_supported(config(speculative_config=object()))
 
 
 def test_approximate_modes_are_allowed_where_nothing_can_take_them_for_exact():
@@ -122,7 +127,7 @@ def names_for(weights: str = "w") -> Namespaces:
     return Namespaces(engine, settings_of(engine))
 
 
-def test_salt_adapter_and_weights_separate_namespaces(tmp_path: Any):
+def test_case_38_salt_adapter_and_weights_separate_namespaces(tmp_path: Any):
     names = names_for()
     adapters = {}
     for name, content in (("a", b"1"), ("b", b"2"), ("c", b"1")):
@@ -140,8 +145,8 @@ def test_salt_adapter_and_weights_separate_namespaces(tmp_path: Any):
     assert names_for("other").of(request()) != plain
 
 
-def test_media_of_any_number_never_collide():
-    elements = {media_element(f"image-{i}", offset) for i in range(50_000) for offset in (0, 1)}
+def test_case_41_media_of_any_number_never_collide():
+    elements = {media_element(f"image-{i}", 0) for i in range(100_000)}
     assert len(elements) == 100_000
     assert min(elements) > 1 << 32
 
@@ -297,7 +302,11 @@ def test_a_rank_s_state_units_are_those_of_its_key_heads():
 
 
 def scheduler_side(
-    address: str, clock: Any = time.monotonic, ranks: int = 1, match_timeout_s: float = 5.0
+    address: str,
+    clock: Any = time.monotonic,
+    ranks: int = 1,
+    match_timeout_s: float = 5.0,
+    **settings: Any,
 ) -> SchedulerSide:
     """The scheduler's side of an engine without prefix caching."""
     kinds = ["linear_attention"] * 3 + ["full_attention"]
@@ -314,6 +323,7 @@ def scheduler_side(
             "store": address,
             "weights_id": "w",
             "match_timeout_s": match_timeout_s,
+            **settings,
         },
         cache_config__enable_prefix_caching=False,
         model_config=model,
@@ -331,6 +341,7 @@ def incoming(ids: list[int]) -> Any:
     return request(
         request_id="r",
         prompt_token_ids=ids,
+        num_tokens=len(ids),
         num_preemptions=0,
         num_computed_tokens=0,
         kv_transfer_params=None,
@@ -347,6 +358,49 @@ def empty_step() -> Any:
     )
 
 
+def answered(side: SchedulerSide, asked: Any) -> tuple[int | None, bool]:
+    """What the scheduler is told once the lookup is over."""
+    side.on_new_request(asked)
+    while (found := side.matched(asked, 0)) == (None, False):
+        assert side.step(empty_step()).idle
+    return found
+
+
+STORED = list(range(1000))
+
+
+def leave(address: str, namespace: bytes, kv: int, state: int) -> None:
+    """Stores of STORED the rows up to `kv` and the state at `state`."""
+    tokens = extended_tokens(STORED)
+    codec = PayloadCodec(dims())
+    geometry = codec.geometry[Kind.CHECKPOINT]
+    units = torch.zeros(1, geometry.units, geometry.row_bytes, dtype=torch.uint8)
+    with StoreClient(address) as client:
+        keeper = Keeper(client, codec, 5.0)
+        keeper.begin("rows", KeepBegin(namespace, tokens, 0, (), ()))
+        keeper.add_rows("rows", 0, rows(0, kv), None)
+        keeper.put("rows", tokens[:kv])
+        keeper.begin("state", KeepBegin(namespace, tokens, 0, (), ()))
+        keeper.add_state("state", state, units)
+        keeper.put("state")
+        keeper.close()
+
+
+@pytest.mark.parametrize(("kv", "state", "used"), [(768, 512, 768), (512, 768, 512)])
+def test_case_25_no_token_is_used_whose_keys_and_values_are_not_there(
+    kv: int, state: int, used: int
+):
+    with serve_in_thread() as server:
+        side = scheduler_side(server.address)
+        asked = incoming(STORED)
+        leave(server.address, side._namespaces.of(asked), kv, state)
+        assert answered(side, asked) == (used, True)
+        plan = side._tracked["r"].plan
+        assert plan is not None
+        assert plan.checkpoint_token <= used
+        side.close()
+
+
 @pytest.fixture
 def loading() -> Iterator[tuple[SchedulerSide, Any]]:
     """A scheduler's side of two ranks, and a request of which 600 tokens are being loaded."""
@@ -361,10 +415,7 @@ def loading() -> Iterator[tuple[SchedulerSide, Any]]:
             keeper.add_rows("other", 0, rows(0, 600), None)
             keeper.put("other")
             keeper.close()
-        side.on_new_request(asked)
-        while (found := side.matched(asked, 0)) == (None, False):
-            assert side.step(empty_step()).idle
-        assert found == (600, True)
+        assert answered(side, asked) == (600, True)
         side.allocated(asked, ([7], [1, 2, 3]), 600)
         assert [op.request_id for op in side.step(empty_step()).loads] == ["r"]
         yield side, asked
@@ -389,7 +440,7 @@ def test_a_load_that_fails_on_one_rank_is_dropped_on_all_and_not_tried_again(loa
 
 
 @pytest.mark.parametrize("ranks_done", [0, 1, 2])
-def test_an_aborted_load_is_dropped_once_however_far_it_is(loading: Any, ranks_done: int):
+def test_case_49_an_aborted_load_is_dropped_once_however_far_it_is(loading: Any, ranks_done: int):
     side, asked = loading
     side.heard(WorkerNews({"r": ranks_done}), set(), set())
     if ranks_done == 2:
@@ -399,15 +450,37 @@ def test_an_aborted_load_is_dropped_once_however_far_it_is(loading: Any, ranks_d
     side.heard(WorkerNews({"r": 2 - ranks_done}), {"r"}, set())
     step = side.step(empty_step())
     assert (step.ready, step.dropped) == ([], {})
+    assert_nothing_is_left(side)
 
 
-def test_a_load_that_has_been_reported_is_not_dropped_by_a_later_abort(loading: Any):
+def assert_nothing_is_left(side: SchedulerSide) -> None:
+    assert not side._tracked
+    assert not side._fetched
+    assert not side._broken
+
+
+@pytest.mark.parametrize("answers", [0, 1])
+def test_case_49_a_request_aborted_before_its_load_leaves_nothing(tmp_path: Any, answers: int):
+    side = scheduler_side(f"unix://{tmp_path}/nobody.sock")
+    asked = incoming([1, 2, 3])
+    side.on_new_request(asked)
+    if answers:
+        side._tracked["r"].asked.result()
+        assert side.matched(asked, 0) == (0, False)
+    side.finished(asked)
+    assert side.step(empty_step()) == StepOps(idle=True)
+    assert_nothing_is_left(side)
+    side.close()
+
+
+def test_case_49_a_load_that_has_been_reported_is_not_dropped_by_a_later_abort(loading: Any):
     side, asked = loading
     side.heard(WorkerNews({"r": 2}), set(), set())
     side.step(empty_step())
     side.heard(None, {"r"}, set())
     side.finished(asked)
     assert side.step(empty_step()).dropped == {}
+    assert_nothing_is_left(side)
 
 
 def test_a_lookup_is_waited_for_no_longer_than_its_deadline(tmp_path: Any):

@@ -13,10 +13,14 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+# -P keeps this folder off the path.
+sys.path.append(str(Path(__file__).resolve().parent))
 
+import vllm_olmo
 from vllm import LLM, SamplingParams
 
 
@@ -24,6 +28,8 @@ class Child:
     """Commands; each returns what JSON can hold."""
 
     def __init__(self, **arguments: Any) -> None:
+        if arguments.pop("olmo_shims", False):
+            vllm_olmo.install()
         self.llm = LLM(**arguments)
         self.engine = self.llm.llm_engine
         self.number = 0
@@ -140,6 +146,18 @@ class Child:
     def metric(self, name: str) -> float:
         """Value of one of vLLM's own counters."""
         return sum(m.value for m in self.llm.get_metrics() if m.name == name)
+
+    def preempt(self, prompt: list[int], times: int) -> dict[str, Any]:
+        """Runs a request that is preempted, and readmitted, `times` times before it may end.
+
+        Each time it may decode a token or two.
+        """
+        name = self.add(prompt, 3 * times)
+        scheduler = self.scheduler()
+        for _ in range(times):
+            self._step_until(lambda: self._status(name) == "RUNNING")
+            scheduler.reset_prefix_cache(reset_running_requests=True)
+        return self.run()[name]
 
     def preemptions(self) -> float:
         """Preemptions so far."""

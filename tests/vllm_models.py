@@ -12,7 +12,10 @@ from tailreplay.connector.hf_model import guard_triton
 
 guard_triton()
 
+from safetensors.torch import load_file, save_file  # noqa: E402 - after the guard
 from transformers import (  # noqa: E402 - after the guard
+    OlmoHybridConfig,
+    OlmoHybridForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
@@ -35,6 +38,48 @@ def qwen3_next(folder: Path, *, layers: int = 4, hidden: int = 128, vocab: int =
         shared_expert_intermediate_size=64,
     )
     return _save(Qwen3NextForCausalLM, config, folder)
+
+
+def olmo_hybrid(folder: Path, *, hidden: int = 128, vocab: int = 512) -> Path:
+    """An OLMo-Hybrid model (LLLF), under the names that vLLM's loader knows."""
+    config = OlmoHybridConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        linear_key_head_dim=32,
+        linear_value_head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        max_position_embeddings=8192,
+        initializer_range=hidden**-0.5,
+        pad_token_id=None,
+        eos_token_id=None,
+    )
+    _save(OlmoHybridForCausalLM, config, folder)
+    file = folder / "model.safetensors"
+    weights = {_vllm_name(name): w for name, w in load_file(file).items()}
+    _cut_convs(weights, config)
+    save_file(weights, file, metadata={"format": "pt"})
+    return folder
+
+
+def _cut_convs(weights: dict[str, torch.Tensor], config: OlmoHybridConfig) -> None:
+    """Transformers saves its one conv in thirds, whatever the sizes of q, k and v are."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    for first in [name for name in weights if name.endswith("q_conv1d.weight")]:
+        names = [first.replace("q_conv1d", f"{x}_conv1d") for x in "qkv"]
+        whole = torch.cat([weights[name] for name in names])
+        parts = whole.split([keys, keys, len(whole) - 2 * keys])
+        weights.update(zip(names, (p.contiguous() for p in parts), strict=True))
+
+
+def _vllm_name(name: str) -> str:
+    """Transformers saves two norms under names of its own."""
+    name = name.replace("attention_layer_norm", "input_layernorm")
+    return name.replace("feedforward_layer_norm", "post_attention_layernorm")
 
 
 def _shape(layers: int, hidden: int, vocab: int) -> dict[str, Any]:

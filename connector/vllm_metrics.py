@@ -1,0 +1,80 @@
+"""Our own counters beside vLLM's `vllm:external_prefix_cache_*`, through vLLM's own channel."""
+# ruff: noqa: ANN401 - vLLM's own objects are untyped here
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import prometheus_client
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+PREFIX = "vllm:tailreplay_"
+
+PLAIN = {
+    "queried_tokens": "Tokens asked for beyond vLLM's own hits; equals its external queries.",
+    "loaded_tokens": "Tokens loaded, or tried to; equals vLLM's external hits.",
+    "matched_tokens": "Tokens of prompts that the store had; equals used plus lost.",
+    "used_tokens": "Tokens of prompts up to the boundary that was chosen.",
+    "loads": "Loads that were begun.",
+}
+"""Help texts of the counters without a reason."""
+
+BY_REASON = {
+    "lost_tokens": "Tokens that matched and could not be used, by reason.",
+    "failed_loads": "Loads that ended in a prefill, by reason; at most `loads`.",
+}
+"""Help texts of the counters by reason."""
+
+
+class TailReplayStats(KVConnectorStats):  # type: ignore[misc] # vLLM is untyped
+    """Counts since the last step, by name; those with a reason as `name:reason`."""
+
+    def reset(self) -> None:
+        """Forgets all counts."""
+        self.data: dict[str, int] = {}
+
+    def aggregate(self, other: TailReplayStats) -> TailReplayStats:
+        """Both together, as vLLM wants it."""
+        return TailReplayStats(dict(Counter(self.data) + Counter(other.data)))
+
+    def reduce(self) -> dict[str, int | float]:
+        """What vLLM logs."""
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not self.data
+
+
+class TailReplayMetrics(KVConnectorPromMetrics):  # type: ignore[misc] # vLLM is untyped
+    """The counters in vLLM's registry. Arguments are those of vLLM's base class."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        counter = metric_types[prometheus_client.Counter]
+        self._plain = {n: counter(PREFIX + n, text, labelnames) for n, text in PLAIN.items()}
+        labels = [*labelnames, "reason"]
+        self._by_reason = {n: counter(PREFIX + n, text, labels) for n, text in BY_REASON.items()}
+
+    def observe(self, transfer_stats_data: Mapping[str, int], engine_idx: int = 0) -> None:
+        """Adds one step's counts."""
+        engine = self.per_engine_labelvalues[engine_idx]
+        for key, count in transfer_stats_data.items():
+            name, _, reason = key.partition(":")
+            if reason:
+                self._by_reason[name].labels(*engine, reason).inc(count)
+            else:
+                self._plain[name].labels(*engine).inc(count)
