@@ -17,6 +17,7 @@ from blake3 import blake3
 from tailreplay.connector.client import NotAsked, ObjectBytes, StoreClient, default_address
 from tailreplay.connector.hf_model import HybridModel, UnsupportedModel, guard_triton
 from tailreplay.connector.hf_run import Prefilled, PromptRun
+from tailreplay.connector.identity import MAX_DIGESTED_BYTES, model_semantics
 from tailreplay.connector.load import Load, LoadFailed
 from tailreplay.connector.payload import PayloadCodec
 from tailreplay.connector.plan import (
@@ -50,22 +51,8 @@ __all__ = ["CachePolicy", "Generation", "HybridEngine", "UnsupportedModel", "gua
 
 logger = logging.getLogger(__name__)
 
-MAX_DIGESTED_BYTES = 1 << 30
-"""Weights up to this size are identified by their digest, bytes."""
-
 _LOAD_TIMEOUT_S = 120.0
 _MAX_WRITE_BACKLOG = 4
-# What says nothing about what a token's payload means.
-_UNRELATED = {
-    "_name_or_path",
-    "architectures",
-    "dtype",
-    "output_attentions",
-    "output_hidden_states",
-    "return_dict",
-    "transformers_version",
-    "use_cache",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +113,7 @@ class HybridEngine:
             store if isinstance(store, StoreClient) else StoreClient(store or default_address())
         )
         self.namespace = NamespaceFields(
-            model={k: v for k, v in model.config.to_dict().items() if k not in _UNRELATED},
+            model=model_semantics(model.config.to_dict()),
             weights_id=weights_id or _weights_id(model),
             tokenizer_id=tokenizer_id,
             tenant_salt=tenant,

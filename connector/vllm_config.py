@@ -12,6 +12,7 @@ from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field
 
 from tailreplay.connector.client import default_address
+from tailreplay.connector.identity import MAX_DIGESTED_BYTES
 from tailreplay.connector.policy import CachePolicy, Mode
 
 logger = logging.getLogger(__name__)
@@ -21,9 +22,6 @@ CONNECTOR = "TailReplayConnector"
 
 TESTED_VERSIONS = ("0.32",)
 """vLLM releases (major.minor) that the tests run on; with others the connector stays inert."""
-
-MAX_DIGESTED_BYTES = 1 << 30
-"""Weights up to this size are identified by their digest, bytes."""
 
 APPROXIMATE = ("tail", "auto", "zero")
 """Modes that may leave approximate numbers in the engine's own cache."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
+from tailreplay.connector.identity import model_semantics
 from tailreplay.connector.vllm_config import digest_files, weights_id
 from tailreplay.store.namespace import NamespaceFields
 from tailreplay.store.tokens import extended_tokens
@@ -20,18 +21,6 @@ if TYPE_CHECKING:
     from tailreplay.store.tokens import ExtendedTokens
 
 logger = logging.getLogger(__name__)
-
-# What says nothing about what a token's payload means.
-_UNRELATED = {
-    "_name_or_path",
-    "architectures",
-    "dtype",
-    "output_attentions",
-    "output_hidden_states",
-    "return_dict",
-    "transformers_version",
-    "use_cache",
-}
 
 
 class Namespaces:
@@ -44,9 +33,8 @@ class Namespaces:
 
     def __init__(self, vllm_config: Any, settings: VllmSettings) -> None:
         model = vllm_config.model_config
-        config = model.hf_config.to_dict()
         self._fields = NamespaceFields(
-            model={k: _plain(v) for k, v in config.items() if k not in _UNRELATED},
+            model=model_semantics(model.hf_config.to_dict()),
             weights_id=weights_id(vllm_config, settings),
             tokenizer_id=settings.tokenizer_id,
             tenant_salt=settings.tenant,
@@ -98,12 +86,3 @@ def media_element(identifier: str, offset: int) -> int:
     data = f"{len(identifier)}:{identifier}:{offset}".encode()
     value = int.from_bytes(blake3(data).digest(length=8), "little")
     return value | 1 << 63
-
-
-def _plain(value: Any) -> Any:
-    """A config value as JSON can hold it."""
-    if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return value if isinstance(value, str | int | float | bool | type(None)) else str(value)
