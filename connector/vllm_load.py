@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOCAL = b"local"
-"""In place of a checkpoint's name: the state that vLLM's own prefix cache has."""
-
 _FETCH_TIMEOUT_S = 120.0
 
 
@@ -122,7 +119,7 @@ def _state_ranges(
     checkpoint: StoredCheckpoint | None, whole: ModelDims, local: ModelDims, rank: int
 ) -> list[pb.Range]:
     """One range for all key heads, or one a layer for a share of them."""
-    if checkpoint is None or checkpoint.prefix_hash == LOCAL:
+    if checkpoint is None:
         return []
     layers = len(whole.linear_layers)
     firsts = [layer * whole.key_heads + rank * local.key_heads for layer in range(layers)]

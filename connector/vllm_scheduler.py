@@ -17,13 +17,11 @@ from tailreplay.connector.plan import (
     NOTHING,
     FetchPlan,
     ModelShape,
-    StoredCheckpoint,
     StoredPrefix,
     plan_fetch,
     stored_prefix,
 )
 from tailreplay.connector.vllm_config import APPROXIMATE, settings_of
-from tailreplay.connector.vllm_load import LOCAL
 from tailreplay.connector.vllm_meta import (
     IDLE_S,
     KeepBegin,
@@ -319,15 +317,11 @@ class SchedulerSide:
         return _Asked(namespace, stored_prefix(answer))
 
     def _plan(self, tracked: _Tracked, local_tokens: int) -> FetchPlan:
-        """The plan, with the state that vLLM has itself among those to start from."""
+        """The plan; no load where vLLM gets further by going on from its own hit."""
         asked = tracked.asked.result()
-        stored = asked.stored
+        plan = plan_fetch(asked.stored, len(tracked.tokens), tracked.policy, self._shape)
         if local_tokens:
-            behind = [c for c in stored.checkpoints if c.token < local_tokens]
-            after = [c for c in stored.checkpoints if c.token >= local_tokens]
-            local = StoredCheckpoint(local_tokens, LOCAL)
-            stored = replace(stored, checkpoints=(*behind, local, *after))
-        plan = plan_fetch(stored, len(tracked.tokens), tracked.policy, self._shape)
+            plan = _beyond_local(plan, local_tokens)
         # Even a tail of all rows is not exact: stored hiddens are rounded sums.
         inexact = plan.replay_first is not None or (self._mixed and local_tokens > 0)
         plan = replace(plan, exact=plan.exact and not inexact)
@@ -423,6 +417,18 @@ def _shape(vllm_config: Any, hiddens: bool) -> ModelShape:
         vllm_config.model_config.get_total_num_kv_heads(),
         len(sources) if hiddens else 0,
     )
+
+
+def _beyond_local(plan: FetchPlan, local_tokens: int) -> FetchPlan:
+    """The plan, or a miss if its gap begins before the end of vLLM's own hit.
+
+    The state there can not be the start of a gap: vLLM leaves its block out of the table of a
+    request that loads more, and hands it out again.
+    """
+    if plan.used_tokens > local_tokens and plan.prefill_from >= local_tokens:
+        return plan
+    lost = {**plan.lost, "local": plan.used_tokens} if plan.used_tokens else plan.lost
+    return FetchPlan("miss", True, plan.matched_tokens, lost=lost)
 
 
 def _before_media(plan: FetchPlan, request: Any) -> FetchPlan:

@@ -21,7 +21,7 @@ from tailreplay.connector.client import StoreClient
 from tailreplay.connector.payload import PayloadCodec
 from tailreplay.connector.vllm_config import settings_of
 from tailreplay.connector.vllm_keep import Keeper
-from tailreplay.connector.vllm_load import LOCAL, RankLoad
+from tailreplay.connector.vllm_load import RankLoad
 from tailreplay.connector.vllm_meta import IDLE_S, StepOps, WorkerNews
 from tailreplay.connector.vllm_model import Shard, VllmModel
 from tailreplay.connector.vllm_prefill import Piece, Prefiller
@@ -216,10 +216,6 @@ class WorkerSide:
         checkpoint = load.op.plan.checkpoint
         if checkpoint is None:
             self._model.clear_states(blocks)
-        elif checkpoint.prefix_hash == LOCAL:
-            source = self._model.state_blocks(load.op.block_ids, checkpoint.token)
-            if source != blocks:
-                self._model.copy_states(source, blocks)
         else:
             units = np.concatenate([self._rows(load, n) for n in load.state_numbers])
             self._model.write_states(blocks, self._local.unpack_checkpoint(units))

@@ -17,7 +17,7 @@ from tailreplay.connector.payload import PayloadCodec
 from tailreplay.connector.plan import FetchPlan, StoredCheckpoint
 from tailreplay.connector.vllm_config import check_supported, is_tested, settings_of
 from tailreplay.connector.vllm_keep import Keeper
-from tailreplay.connector.vllm_load import LOCAL, RankLoad
+from tailreplay.connector.vllm_load import RankLoad
 from tailreplay.connector.vllm_meta import KeepBegin, KeepOp, LoadOp, StepOps, WorkerNews
 from tailreplay.connector.vllm_model import ModelDims, Shard, state_blocks
 from tailreplay.connector.vllm_names import Namespaces, media_element, prompt_tokens
@@ -228,10 +228,11 @@ def test_a_rank_asks_for_its_own_heads_only():
 
 
 def test_what_vllm_has_itself_is_not_fetched_but_for_the_block_that_is_stored_next():
-    local = StoredCheckpoint(784, LOCAL)
-    plan = FetchPlan("exact", True, 900, 900, 784, local)
+    state = StoredCheckpoint(784, b"state")
+    plan = FetchPlan("exact", True, 900, 900, 784, state)
     load = RankLoad(load_op(plan, 784), dims(), dims(), first_kv_head=0, rank=0)
-    assert {(r.kind, r.first_token, r.end_token) for r in load.ranges} == {(pb.KIND_KV, 768, 784)}
+    kv = [load.ranges[n] for n in load.kv_numbers]
+    assert {(r.first_token, r.end_token) for r in kv} == {(768, 784)}
 
 
 def test_a_tail_asks_for_hiddens_first():
