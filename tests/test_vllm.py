@@ -307,13 +307,19 @@ def test_case_65_and_67_a_store_that_is_absent_and_comes_late_is_found(
     prompt = tokens(1000, seed=13)
     missed = compiled.generate(prompts=[prompt])[0]
     assert missed["report"]["miss_reason"] in ("store_down", "deadline")
-    with serve_in_thread(pool_bytes=64 << 20, listen=address):
-        compiled.generate(prompts=[branch(prompt, 900)])
-        plain = compiled.generate(prompts=[branch(prompt, 333)], mode="off")[0]
-        hit = compiled.generate(prompts=[branch(prompt, 333)])[0]
+    with serve_in_thread(pool_bytes=64 << 20, listen=address) as late:
+        # The connector's breaker may still be open, and a busy machine may miss a deadline.
+        while not late.store.stats().stored_bytes:
+            compiled.generate(prompts=[branch(prompt, 900)])
+        for turn in range(1, 20):
+            asked = branch(prompt, 333, turn=turn)
+            hit = compiled.generate(prompts=[asked])[0]
+            if hit["cached"]:
+                break
         assert hit["cached"] == 333
+        plain = compiled.generate(prompts=[asked], mode="off")[0]
         assert worst([hit], [plain]) < 0.3
-    after = compiled.generate(prompts=[branch(prompt, 333)])[0]
+    after = compiled.generate(prompts=[asked])[0]
     assert after["cached"] == 0
     assert worst([after], [plain]) < 0.3
 
