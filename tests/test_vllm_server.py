@@ -159,10 +159,16 @@ def tokens(count: int, seed: int) -> list[int]:
     return [draw.randrange(512) for _ in range(count)]
 
 
-def settled(store: str) -> None:
-    """Waits until write-backs have come to rest."""
+def store_prompt(server: Server, prompt: list[int], store: str) -> None:
+    """Asks until the store has something, and waits until write-backs have come to rest.
+
+    The first requests may find the connector's breaker open.
+    """
     with StoreClient(store) as client:
-        last, end_s = -1, time.monotonic() + 20
+        last, end_s = 0, time.monotonic() + 30
+        while client.stats().stored_bytes == 0 and time.monotonic() < end_s:
+            server.complete(prompt)
+            time.sleep(0.3)
         while time.monotonic() < end_s:
             now = client.stats().stored_bytes
             if now == last:
@@ -180,8 +186,7 @@ def test_the_second_server_reuses_what_the_first_computed_and_survives_the_store
     assert cached == 0
 
     store = start_store()
-    one.complete(prompt)
-    settled(address)
+    store_prompt(one, prompt, address)
     for m in (1234, 777):
         before = two.metric("vllm:external_prefix_cache_hits_total")
         branch = prompt[:m] + tokens(80, seed=m)
@@ -194,10 +199,8 @@ def test_the_second_server_reuses_what_the_first_computed_and_survives_the_store
         assert server.alive()
 
     start_store()
-    found, end_s = 0, time.monotonic() + 30
-    while found != 1000 and time.monotonic() < end_s:
-        # The first requests may still find the connector's breaker open.
-        one.complete(prompt)
-        settled(address)
-        found = two.complete(prompt[:1000] + tokens(50, seed=5))[1]
+    store_prompt(one, prompt, address)
+    found, seed, end_s = 0, 5, time.monotonic() + 30
+    while not found and time.monotonic() < end_s:
+        found, seed = two.complete(prompt[:1000] + tokens(50, seed=seed))[1], seed + 1
     assert found == 1000
