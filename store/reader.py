@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from tailreplay.store.catalog import Catalog
     from tailreplay.store.index import Node, Record
-    from tailreplay.store.tiers import Pinned, Tiers
+    from tailreplay.store.pins import Pinned
+    from tailreplay.store.tiers import Tiers
 
     Reason: TypeAlias = pb.MissReason.ValueType
 

@@ -20,9 +20,10 @@ from waiting import until
 
 from tailreplay.store.errors import StoreUnavailable
 from tailreplay.store.objects import Kind, ObjectName
+from tailreplay.store.pins import Pinned
 from tailreplay.store.resp import RedisEndpoint, RespConnection
 from tailreplay.store.shm_pool import pool_name
-from tailreplay.store.tiers import Pinned, PutOutcome, Tiers
+from tailreplay.store.tiers import PutOutcome, Tiers
 
 MIB = 1 << 20
 NAMESPACE = bytes(range(32))

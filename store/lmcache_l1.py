@@ -1,0 +1,86 @@
+"""LMCache's storage manager as this store wants it, and its names and layouts for our objects."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Sequence
+
+import torch
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.config import (
+    DRAML1ManagerConfig,
+    EvictionConfig,
+    L1MemoryManagerConfig,
+    StorageManagerConfig,
+)
+from lmcache.v1.distributed.l1_manager import L1Manager
+from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase, L2AdaptersConfig
+from lmcache.v1.distributed.storage_manager import StorageManager
+from lmcache.v1.memory_management import MemoryObj
+
+from tailreplay.store.objects import Kind, ObjectName
+from tailreplay.store.shm_pool import ALIGN_BYTES
+
+# It warns of every failed store with all of its keys; the write-back counts them.
+logging.getLogger("lmcache.v1.distributed.storage_controllers.store_controller").setLevel(
+    logging.ERROR
+)
+
+_LOCK_TTL_S = 24 * 3600
+"""LMCache drops a lock after this long; a lease ends a pin long before."""
+
+
+def construct_l1(size_bytes: int, shm_name: str) -> L1Manager:
+    """Make a pool of `size_bytes` in the shared-memory segment of that name, sparse as yet."""
+    memory = L1MemoryManagerConfig(
+        size_in_bytes=size_bytes, use_lazy=False, align_bytes=ALIGN_BYTES, shm_name=shm_name
+    )
+    return L1Manager(
+        DRAML1ManagerConfig(memory, write_ttl_seconds=_LOCK_TTL_S, read_ttl_seconds=_LOCK_TTL_S)
+    )
+
+
+def construct_manager(l1: L1Manager, adapters: Sequence[L2AdapterConfigBase]) -> StorageManager:
+    """Put the pool and the tiers behind it together, with LMCache's own eviction off."""
+    config = StorageManagerConfig(
+        l1_manager_config=l1.config,
+        eviction_config=EvictionConfig("noop"),
+        l2_adapter_config=L2AdaptersConfig(list(adapters)),
+        prefetch_policy="retain",
+        prefetch_max_in_flight=128,
+    )
+    return StorageManager(config, _l1_managers=(l1,))
+
+
+def touch(l1: L1Manager) -> None:
+    """Map every page of the pool now; the first write to a page is 20 times slower than others."""
+    memory = l1.get_l1_memory_desc()
+    ctypes.memset(memory.ptr, 0, memory.size)
+
+
+def object_key(name: ObjectName) -> ObjectKey:
+    """Return LMCache's key for an object."""
+    return ObjectKey(
+        chunk_hash=name.prefix_hash,
+        # The kind is part of it because LMCache takes objects of one model to have one size.
+        model_name=f"{name.namespace.hex()}|{name.kind.name.lower()}",
+        kv_rank=0,
+        object_group_id=int(name.kind),
+    )
+
+
+def object_name(key: ObjectKey) -> ObjectName:
+    """Return the object that `object_key` made a key for."""
+    namespace = bytes.fromhex(key.model_name.partition("|")[0])
+    return ObjectName(namespace, Kind(key.object_group_id), key.chunk_hash)
+
+
+def layout_of(size: int) -> MemoryLayoutDesc:
+    """Return the layout of an object of `size` bytes."""
+    return MemoryLayoutDesc([torch.Size([size])], [torch.uint8])
+
+
+def bytes_of(memory: MemoryObj) -> memoryview:
+    """Return a writable view of an object's bytes in the pool."""
+    return memoryview(memory.byte_array).cast("B")
