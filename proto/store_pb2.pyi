@@ -256,11 +256,14 @@ class Run(_message.Message):
     PROVENANCE_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     END_TOKEN_FIELD_NUMBER: _builtins.int
+    TAIL_FIGURES_FIELD_NUMBER: _builtins.int
     kind: Global___Kind.ValueType
     tier: Global___Tier.ValueType
     provenance: Global___Provenance.ValueType
     first_token: _builtins.int
     end_token: _builtins.int
+    tail_figures: _builtins.bytes
+    """Hiddens only: tail figures of the page in which the run ends, as they were put."""
     def __init__(
         self,
         *,
@@ -269,10 +272,11 @@ class Run(_message.Message):
         provenance: Global___Provenance.ValueType = ...,
         first_token: _builtins.int = ...,
         end_token: _builtins.int = ...,
+        tail_figures: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_token", b"end_token", "first_token", b"first_token", "kind", b"kind", "provenance", b"provenance", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_token", b"end_token", "first_token", b"first_token", "kind", b"kind", "provenance", b"provenance", "tail_figures", b"tail_figures", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -608,6 +612,7 @@ class PutObject(_message.Message):
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     END_TOKEN_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    TAIL_FIGURES_FIELD_NUMBER: _builtins.int
     kind: Global___Kind.ValueType
     first_token: _builtins.int
     """Rows [first_token, end_token) of the tokens in `begin`; first_token lies on the kind's block
@@ -616,6 +621,11 @@ class PutObject(_message.Message):
     end_token: _builtins.int
     size_bytes: _builtins.int
     """Bytes that follow in chunks: the stored object, header and payload."""
+    tail_figures: _builtins.bytes
+    """Hiddens only, may be empty: how long a tail must be that ends in this page. For each replay
+    group in layer order, and for relative state errors of 0.3, 0.1 and 0.03: tokens as u16
+    little-endian, 0 = not known, 65535 = that many or more. At most 96 bytes.
+    """
     def __init__(
         self,
         *,
@@ -623,10 +633,11 @@ class PutObject(_message.Message):
         first_token: _builtins.int = ...,
         end_token: _builtins.int = ...,
         size_bytes: _builtins.int = ...,
+        tail_figures: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_token", b"end_token", "first_token", b"first_token", "kind", b"kind", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_token", b"end_token", "first_token", b"first_token", "kind", b"kind", "size_bytes", b"size_bytes", "tail_figures", b"tail_figures"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

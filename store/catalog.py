@@ -135,12 +135,19 @@ class Catalog:
             raise GeometryMismatch(f"object has {geometry}, its namespace holds {known}")
 
     def admit(
-        self, prefix: Prefix, name: ObjectName, end_token: int, size: int, provenance: Provenance
+        self,
+        prefix: Prefix,
+        name: ObjectName,
+        end_token: int,
+        size: int,
+        provenance: Provenance,
+        tail_figures: bytes = b"",
     ) -> None:
         """Lists an object that is now in the CPU tier, and commits it in Redis if it is there."""
         with self._lock:
             record, home = self._locate(prefix, name, end_token)
             record.size, record.provenance = size, provenance
+            record.tail_figures = tail_figures
             self._place(record, in_cpu=True)
             self._evictor.use([record])  # until `used` has put the whole prefix in order
             self._counts["stored_bytes"] += size
@@ -369,6 +376,7 @@ class Catalog:
             record = self._restored_record(block, node, entry)
             if record is not None and not record.exists:
                 record.size, record.provenance = entry.size, entry.provenance
+                record.tail_figures = entry.tail_figures
                 self._place(record, in_redis=True)
                 listed += 1
         return listed

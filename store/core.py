@@ -281,15 +281,15 @@ def _checked(frames: Iterable[pb.PutFrame]) -> Iterator[pb.PutFrame]:
 def _runs(found: Match, kind: Kind) -> list[pb.Run]:
     """Run-length coding of what exists of a kind along the matched prefix."""
     # Plain numbers until the end: a message's fields cost a hundred times as much to touch.
-    runs: list[tuple[int, int, pb.Tier.ValueType, int]] = []
+    runs: list[tuple[int, int, pb.Tier.ValueType, int, bytes]] = []
     for record in records_on(found.path, kind):
         if not record.exists or record.first_token >= found.matched_tokens:
             continue
         tier = pb.TIER_CPU if record.in_cpu else pb.TIER_REDIS
         first, end = record.first_token, min(record.end_token, found.matched_tokens)
-        if runs and runs[-1][1:] == (first, tier, record.provenance):
+        if runs and runs[-1][1:4] == (first, tier, record.provenance):
             first = runs.pop()[0]
-        runs.append((first, end, tier, record.provenance))
+        runs.append((first, end, tier, record.provenance, record.tail_figures))
     return [
         pb.Run(
             kind=pb.Kind.ValueType(kind),
@@ -297,8 +297,9 @@ def _runs(found: Match, kind: Kind) -> list[pb.Run]:
             provenance=pb.Provenance.ValueType(provenance),
             first_token=first,
             end_token=end,
+            tail_figures=figures,
         )
-        for first, end, tier, provenance in runs
+        for first, end, tier, provenance, figures in runs
     ]
 
 

@@ -43,6 +43,7 @@ class Record:
         nodes: the blocks that list it; siblings share the hidden pages they have in common. For a
             checkpoint the block before the one in which its prefix ends.
         digest: running digest of a checkpoint's last token; empty for other kinds.
+        tail_figures: of a hidden page, how long a tail must be that ends in it; may be empty.
     """
 
     name: ObjectName
@@ -54,6 +55,7 @@ class Record:
     in_cpu: bool = False
     in_redis: bool = False
     digest: bytes = b""
+    tail_figures: bytes = b""
 
     @property
     def exists(self) -> bool:

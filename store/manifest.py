@@ -7,7 +7,7 @@ does not exist. The hash lives shorter than the payloads, so that what it names 
     field       value
     b           first token, parent hash, page hashes, running digests
     k           the kv object
-    0 to 3      the hidden object of that page
+    0 to 3      the hidden object of that page, with its tail figures
     c<token>:<digest>  the checkpoint after <token> tokens, whose prefix ends in a block after this
                 one; the last token's digest tells siblings apart
 
@@ -33,7 +33,14 @@ from redis.retry import Retry
 from tailreplay.store.chain import DIGEST_BYTES
 from tailreplay.store.errors import StoreUnavailable
 from tailreplay.store.index import Block
-from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Kind, Provenance
+from tailreplay.store.objects import (
+    KV_BLOCK_TOKENS,
+    MAX_TAIL_FIGURES_BYTES,
+    PAGE_TOKENS,
+    TAIL_FIGURE_BYTES,
+    Kind,
+    Provenance,
+)
 from tailreplay.store.tokens import MAX_TOKENS
 
 if TYPE_CHECKING:
@@ -67,6 +74,7 @@ class Entry:
         provenance: exact or approximate.
         state_hash: prefix hash of a checkpoint; empty for other kinds.
         state_digest: running digest of a checkpoint's last token; empty for other kinds.
+        tail_figures: of a hidden object; may be empty.
     """
 
     field: str
@@ -74,6 +82,7 @@ class Entry:
     provenance: Provenance
     state_hash: bytes = b""
     state_digest: bytes = b""
+    tail_figures: bytes = b""
 
     @property
     def kind(self) -> Kind:
@@ -100,7 +109,7 @@ def entry_of(record: Record) -> Entry:
         return Entry("k", size, provenance)
     if kind is Kind.HIDDEN:
         page = record.first_token % KV_BLOCK_TOKENS // PAGE_TOKENS
-        return Entry(str(page), size, provenance)
+        return Entry(str(page), size, provenance, tail_figures=record.tail_figures)
     field = f"c{record.end_token}:{record.digest.hex()}"
     return Entry(field, size, provenance, record.name.prefix_hash, record.digest)
 
@@ -215,7 +224,9 @@ def _pack_block(block: Block) -> bytes:
 
 def _pack_entry(entry: Entry) -> bytes:
     packed = _ENTRY.pack(entry.size, entry.provenance)
-    return packed + (_STATE.pack(entry.state_hash, entry.state_digest) if entry.state_hash else b"")
+    if entry.state_hash:
+        return packed + _STATE.pack(entry.state_hash, entry.state_digest)
+    return packed + entry.tail_figures
 
 
 def _seal(key: bytes, field: bytes, value: bytes) -> bytes:
@@ -254,10 +265,14 @@ def _entry(field: bytes, value: bytes) -> Entry:
     size, provenance = _ENTRY.unpack_from(value)
     if not 0 < size <= _MAX_OBJECT_BYTES:
         raise ValueError(f"field {field!r} is of {size} bytes, wanted 1 to {_MAX_OBJECT_BYTES}")
-    state: tuple[bytes, bytes] = (b"", b"")
+    state, figures = (b"", b""), b""
     if field.startswith(b"c"):
         state = _STATE.unpack_from(value, _ENTRY.size)
         token, _, digest = field[1:].partition(b":")
         if not 0 < int(token) <= MAX_TOKENS or digest != state[1].hex().encode():
             raise ValueError(f"field {field!r} is no name of the checkpoint in it")
-    return Entry(field.decode("ascii"), size, Provenance(provenance), *state)
+    elif field != b"k":
+        figures = value[_ENTRY.size :]
+        if len(figures) > MAX_TAIL_FIGURES_BYTES or len(figures) % TAIL_FIGURE_BYTES:
+            raise ValueError(f"field {field!r} has {len(figures)} bytes of tail figures")
+    return Entry(field.decode("ascii"), size, Provenance(provenance), *state, figures)

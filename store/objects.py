@@ -27,6 +27,12 @@ class Kind(enum.IntEnum):
     """Conv and recurrent state of every linear layer after one token."""
 
 
+TAIL_FIGURE_BYTES = 6
+"""Tail figures of one replay group: three u16, for relative state errors of .3, .1 and .03."""
+
+MAX_TAIL_FIGURES_BYTES = 96
+"""Most bytes of tail figures that an object has: sixteen replay groups."""
+
 BLOCK_TOKENS: Mapping[Kind, int] = {
     Kind.KV: KV_BLOCK_TOKENS,
     Kind.HIDDEN: PAGE_TOKENS,

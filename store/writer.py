@@ -10,7 +10,13 @@ from tailreplay.store.catalog import Prefix
 from tailreplay.store.chain import PrefixChain, running_digests
 from tailreplay.store.errors import InvalidRequest, LimitExceeded
 from tailreplay.store.header import Header, header_bytes, verify_object
-from tailreplay.store.objects import BLOCK_TOKENS, Kind, ObjectName
+from tailreplay.store.objects import (
+    BLOCK_TOKENS,
+    MAX_TAIL_FIGURES_BYTES,
+    TAIL_FIGURE_BYTES,
+    Kind,
+    ObjectName,
+)
 from tailreplay.store.tiers import PutOutcome
 
 if TYPE_CHECKING:
@@ -142,7 +148,9 @@ class PutSession:
             self._catalog.count("dropped_objects", int(outcome is PutOutcome.FULL))
             return False
         size = wanted.size_bytes
-        self._catalog.admit(self._prefix, name, wanted.end_token, size, header.provenance)
+        self._catalog.admit(
+            self._prefix, name, wanted.end_token, size, header.provenance, wanted.tail_figures
+        )
         self.response.stored += 1
         self.response.stored_bytes += size
         return True
@@ -197,6 +205,13 @@ class PutSession:
             raise InvalidRequest(
                 f"object covers [{first}, {end}), wanted a part of [0, {total}), the tokens in "
                 "`begin`"
+            )
+        figures = len(wanted.tail_figures)
+        most = MAX_TAIL_FIGURES_BYTES if kind == Kind.HIDDEN else 0
+        if figures > most or figures % TAIL_FIGURE_BYTES:
+            raise InvalidRequest(
+                f"{Kind(kind).name} object has {figures} bytes of tail figures, wanted a multiple "
+                f"of {TAIL_FIGURE_BYTES} up to {most}"
             )
         grid = BLOCK_TOKENS[Kind(kind)]
         if first % grid or end != min(first + grid, total):

@@ -100,6 +100,7 @@ def put_frames(
     chunk_bytes: int = 1 << 20,
     make: Callable[[Span], bytes] | None = None,
     provenance: Provenance = Provenance.EXACT,
+    figures: Callable[[Span], bytes] = lambda _: b"",
 ) -> Iterator[pb.PutFrame]:
     """The frames that store some objects of a prefix; all of them by default.
 
@@ -109,13 +110,20 @@ def put_frames(
         chunk_bytes: size of a chunk.
         make: gives an object's bytes where they are not what they should be.
         provenance: in the headers.
+        figures: gives an object's tail figures.
     """
     yield pb.PutFrame(begin=pb.PutBegin(namespace=prefix.namespace, tokens=to_wire(prefix.tokens)))
     for span in prefix.spans() if spans is None else spans:
         data = make(span) if make else prefix.object(*span, provenance=provenance)
         kind, first, end = span
         yield pb.PutFrame(
-            object=pb.PutObject(kind=kind, first_token=first, end_token=end, size_bytes=len(data))
+            object=pb.PutObject(
+                kind=kind,
+                first_token=first,
+                end_token=end,
+                size_bytes=len(data),
+                tail_figures=figures(span),
+            )
         )
         for at in range(0, len(data), chunk_bytes):
             yield pb.PutFrame(chunk=data[at : at + chunk_bytes])

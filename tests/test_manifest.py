@@ -148,6 +148,20 @@ def test_a_sealed_size_that_no_object_has_is_a_miss(manifests, size):
     assert manifests.load() == []
 
 
+@pytest.mark.parametrize("size", [0, 6, 96])
+def test_a_page_keeps_its_tail_figures(manifests, size):
+    entry = Entry("2", 500, Provenance.EXACT, tail_figures=bytes(range(size)))
+    manifests.commit([(FIRST, entry)])
+    assert manifests.load() == [(FIRST, [entry])]
+
+
+@pytest.mark.parametrize("size", [1, 7, 102])
+def test_a_sealed_page_with_figures_of_another_size_is_a_miss(manifests, size):
+    entry = Entry("2", 500, Provenance.EXACT, tail_figures=bytes(size))
+    manifests.commit([(FIRST, entry)])
+    assert manifests.load() == []
+
+
 @pytest.mark.parametrize("token", [0, (1 << 22) + 1, 1 << 32])
 def test_a_sealed_checkpoint_of_no_prefix_is_a_miss(manifests, token):
     field = f"c{token}:{bytes(8).hex()}"

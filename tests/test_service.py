@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 
 import grpc
+import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -102,6 +103,11 @@ def test_another_namespace_sees_nothing(client, prefix):
     assert (fetched.rows, set(fetched.missing)) == ({}, {0})
 
 
+def figures_of(span: tuple[Kind, int, int]) -> bytes:
+    """Tail figures of two replay groups that name the page."""
+    return np.full(6, span[2], "<u2").tobytes() if span[0] is HIDDEN else b""
+
+
 def test_runs_tell_what_is_missing_and_what_is_approximate(client, prefix):
     client.put(prefix, [(KV, 0, 256), (KV, 512, 768)])
     client.put(prefix, [(KV, 768, 1000)], provenance=Provenance.APPROXIMATE)
@@ -111,6 +117,15 @@ def test_runs_tell_what_is_missing_and_what_is_approximate(client, prefix):
     assert runs_of(found, KV) == [(0, 256), (512, 768), (768, 1000)]
     assert runs_of(found, HIDDEN) == [(128, 256)]
     assert [r.provenance for r in found.runs if r.kind == KV][-1] == pb.PROVENANCE_APPROXIMATE
+
+
+@pytest.mark.parametrize("m", [1, 64, 65, 250, 1000])
+def test_a_run_of_hiddens_has_the_tail_figures_of_the_page_it_ends_in(client, prefix, m):
+    client.put(prefix, figures=figures_of)
+    found = client.match(Prefix(prefix.namespace, BASE[:m]))
+    figures = {run.kind: run.tail_figures for run in found.runs}
+    page = (m - 1) // 64 * 64
+    assert figures == {KV: b"", HIDDEN: figures_of((HIDDEN, page, min(page + 64, 1000)))}
 
 
 def test_media_at_a_position_end_the_match_there(client, space):
@@ -365,8 +380,12 @@ def begin(prefix: Prefix) -> pb.PutFrame:
     return next(put_frames(prefix))
 
 
-def announced(kind: int, first: int, end: int, size: int = 9000) -> pb.PutFrame:
-    wanted = pb.PutObject(kind=kind, first_token=first, end_token=end, size_bytes=size)
+def announced(
+    kind: int, first: int, end: int, size: int = 9000, figures: bytes = b""
+) -> pb.PutFrame:
+    wanted = pb.PutObject(
+        kind=kind, first_token=first, end_token=end, size_bytes=size, tail_figures=figures
+    )
     return pb.PutFrame(object=wanted)
 
 
@@ -387,6 +406,18 @@ BAD_PUTS = {
     "beyond the end": (
         [begin, announced(KV, 768, 1024)],
         "covers [768, 1024), wanted a part of [0, 1000)",
+    ),
+    "figures of half a group": (
+        [begin, announced(HIDDEN, 0, 64, figures=b"123")],
+        "3 bytes of tail figures, wanted a multiple of 6 up to 96",
+    ),
+    "figures of too many groups": (
+        [begin, announced(HIDDEN, 0, 64, figures=bytes(102))],
+        "102 bytes of tail figures",
+    ),
+    "figures of keys": (
+        [begin, announced(KV, 0, 256, figures=bytes(6))],
+        "6 bytes of tail figures, wanted a multiple of 6 up to 0",
     ),
     "no bytes": ([begin, announced(KV, 0, 256, 0)], "object has 0 bytes, wanted at least"),
     "too many bytes": ([begin, announced(KV, 0, 256), CHUNK], "9001 bytes, only 9000 are due"),

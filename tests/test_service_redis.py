@@ -31,6 +31,11 @@ KEPT, NO_MANIFEST, BAD_MANIFEST, MOVED_MANIFEST, TRUNCATED, FLIPPED, SWAPPED, GO
 )
 
 
+def figures_of(span: tuple[Kind, int, int]) -> bytes:
+    """Tail figures that name the page."""
+    return span[2].to_bytes(6, "little") if span[0] is HIDDEN else b""
+
+
 def settled(client: Client) -> bool:
     return client.stats().redis_pending_bytes == 0
 
@@ -74,7 +79,7 @@ def restarted():
         settings = {"redis_url": server.url, "pool_bytes": 16 * MIB}
         with serve_in_thread(**settings) as first, closing(Client(first.address)) as client:
             for number in range(9):
-                answer = client.put(prefix_of(number))
+                answer = client.put(prefix_of(number), figures=figures_of)
                 assert (answer.stored, answer.dropped) == (21, 0)
             until(lambda: settled(client))
             assert bytes_in(client, pb.TIER_CPU) == bytes_in(client, pb.TIER_REDIS)
@@ -121,6 +126,11 @@ def test_hits_resume_after_a_restart_and_come_from_redis_once(client):
         }
         assert {frame.tier for frame in fetched.frames} == {tier}
     assert {run.tier for run in client.match(KEPT).runs} == {pb.TIER_CPU}
+
+
+def test_tail_figures_outlive_a_restart(client):
+    (hiddens,) = (run for run in client.match(KEPT).runs if run.kind == HIDDEN)
+    assert hiddens.tail_figures == figures_of((HIDDEN, 960, 1000))
 
 
 def test_a_sibling_matches_inside_a_restored_block(client):
