@@ -210,6 +210,7 @@ class MatchResponse(_message.Message):
     RUNS_FIELD_NUMBER: _builtins.int
     CHECKPOINTS_FIELD_NUMBER: _builtins.int
     BOOT_ID_FIELD_NUMBER: _builtins.int
+    DEFAULT_MODE_FIELD_NUMBER: _builtins.int
     matched_tokens: _builtins.int
     """Length of the longest stored prefix, in tokens; 0 when nothing matches. Counts structure:
     `runs` say which payload of it exists.
@@ -218,6 +219,8 @@ class MatchResponse(_message.Message):
     """Names the path that matched: prefix hash of its deepest block. Empty when nothing matched."""
     boot_id: _builtins.int
     """Changes when the store is restarted."""
+    default_mode: _builtins.str
+    """Mode for a request for which nobody else has said one; empty = the engine's own default."""
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Run]:
         """What exists along the path, by kind, then by first token; a run never mixes tiers or
@@ -236,10 +239,11 @@ class MatchResponse(_message.Message):
         runs: _abc.Iterable[Global___Run] | None = ...,
         checkpoints: _abc.Iterable[Global___Checkpoint] | None = ...,
         boot_id: _builtins.int = ...,
+        default_mode: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "checkpoints", b"checkpoints", "leaf", b"leaf", "matched_tokens", b"matched_tokens", "runs", b"runs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "checkpoints", b"checkpoints", "default_mode", b"default_mode", "leaf", b"leaf", "matched_tokens", b"matched_tokens", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -585,7 +589,12 @@ class PutBegin(_message.Message):
 
     NAMESPACE_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
+    tenant: _builtins.bytes
+    """16 bytes: digest of the tenant whose namespace it is, for quotas and erasure; empty = of none.
+    The first Put of a namespace decides; another tenant's is refused.
+    """
     @_builtins.property
     def tokens(self) -> Global___Tokens:
         """The whole prefix that the objects belong to. Names are computed from it by the store."""
@@ -595,10 +604,11 @@ class PutBegin(_message.Message):
         *,
         namespace: _builtins.bytes = ...,
         tokens: Global___Tokens | None = ...,
+        tenant: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "tenant", b"tenant", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1013,3 +1023,537 @@ class NamespaceInfo(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NamespaceInfo: _TypeAlias = NamespaceInfo  # noqa: Y015
+
+@_typing.final
+class PinRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_BYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.bytes
+    max_bytes: _builtins.int
+    """Most bytes that it may hold; 0 = what is left for pins (`pinned_share` of the pool)."""
+    seconds: _builtins.float
+    """Life of the pin."""
+    @_builtins.property
+    def tokens(self) -> Global___Tokens: ...
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.bytes = ...,
+        tokens: Global___Tokens | None = ...,
+        max_bytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_bytes", b"max_bytes", "namespace", b"namespace", "seconds", b"seconds", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinRequest: _TypeAlias = PinRequest  # noqa: Y015
+
+@_typing.final
+class PinInfo(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PIN_ID_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    OBJECTS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_BYTES_FIELD_NUMBER: _builtins.int
+    EXPIRES_IN_S_FIELD_NUMBER: _builtins.int
+    pin_id: _builtins.bytes
+    namespace: _builtins.bytes
+    tokens: _builtins.int
+    """Length of the longest stored prefix that it was made of."""
+    objects: _builtins.int
+    bytes: _builtins.int
+    left_out_bytes: _builtins.int
+    """Stored objects of the prefix that it does not hold: over the limit, or not to be loaded."""
+    expires_in_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        pin_id: _builtins.bytes = ...,
+        namespace: _builtins.bytes = ...,
+        tokens: _builtins.int = ...,
+        objects: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        left_out_bytes: _builtins.int = ...,
+        expires_in_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "expires_in_s", b"expires_in_s", "left_out_bytes", b"left_out_bytes", "namespace", b"namespace", "objects", b"objects", "pin_id", b"pin_id", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinInfo: _TypeAlias = PinInfo  # noqa: Y015
+
+@_typing.final
+class UnpinRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PIN_ID_FIELD_NUMBER: _builtins.int
+    pin_id: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        pin_id: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pin_id", b"pin_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinRequest: _TypeAlias = UnpinRequest  # noqa: Y015
+
+@_typing.final
+class UnpinResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAS_THERE_FIELD_NUMBER: _builtins.int
+    was_there: _builtins.bool
+    def __init__(
+        self,
+        *,
+        was_there: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["was_there", b"was_there"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinResponse: _TypeAlias = UnpinResponse  # noqa: Y015
+
+@_typing.final
+class ListPinsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPinsRequest: _TypeAlias = ListPinsRequest  # noqa: Y015
+
+@_typing.final
+class ListPinsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PINS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pins(self) -> _containers.RepeatedCompositeFieldContainer[Global___PinInfo]: ...
+    def __init__(
+        self,
+        *,
+        pins: _abc.Iterable[Global___PinInfo] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pins", b"pins"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPinsResponse: _TypeAlias = ListPinsResponse  # noqa: Y015
+
+@_typing.final
+class SetQuotaRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    CPU_BYTES_FIELD_NUMBER: _builtins.int
+    REDIS_BYTES_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.bytes
+    """16 bytes."""
+    cpu_bytes: _builtins.int
+    """Absent = no limit; 0 = nothing is stored."""
+    redis_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.bytes = ...,
+        cpu_bytes: _builtins.int | None = ...,
+        redis_bytes: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cpu_bytes", b"_cpu_bytes", "_redis_bytes", b"_redis_bytes", "cpu_bytes", b"cpu_bytes", "redis_bytes", b"redis_bytes"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cpu_bytes", b"_cpu_bytes", "_redis_bytes", b"_redis_bytes", "cpu_bytes", b"cpu_bytes", "redis_bytes", b"redis_bytes", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cpu_bytes: _TypeAlias = _typing.Literal["cpu_bytes"]  # noqa: Y015
+    _WhichOneofArgType__cpu_bytes: _TypeAlias = _typing.Literal["_cpu_bytes", b"_cpu_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__redis_bytes: _TypeAlias = _typing.Literal["redis_bytes"]  # noqa: Y015
+    _WhichOneofArgType__redis_bytes: _TypeAlias = _typing.Literal["_redis_bytes", b"_redis_bytes"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cpu_bytes) -> _WhichOneofReturnType__cpu_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__redis_bytes) -> _WhichOneofReturnType__redis_bytes | None: ...
+
+Global___SetQuotaRequest: _TypeAlias = SetQuotaRequest  # noqa: Y015
+
+@_typing.final
+class DeleteQuotaRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteQuotaRequest: _TypeAlias = DeleteQuotaRequest  # noqa: Y015
+
+@_typing.final
+class ListTenantsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.bytes
+    """Empty = all."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListTenantsRequest: _TypeAlias = ListTenantsRequest  # noqa: Y015
+
+@_typing.final
+class ListTenantsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantInfo]: ...
+    def __init__(
+        self,
+        *,
+        tenants: _abc.Iterable[Global___TenantInfo] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tenants", b"tenants"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListTenantsResponse: _TypeAlias = ListTenantsResponse  # noqa: Y015
+
+@_typing.final
+class TenantInfo(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    NAMESPACES_FIELD_NUMBER: _builtins.int
+    CPU_BYTES_FIELD_NUMBER: _builtins.int
+    REDIS_BYTES_FIELD_NUMBER: _builtins.int
+    CPU_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    REDIS_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    EVICTED_BYTES_FIELD_NUMBER: _builtins.int
+    REFUSED_OBJECTS_FIELD_NUMBER: _builtins.int
+    DEFAULT_MODE_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.bytes
+    """16 bytes; empty for what has come without a tenant."""
+    namespaces: _builtins.int
+    cpu_bytes: _builtins.int
+    redis_bytes: _builtins.int
+    cpu_limit_bytes: _builtins.int
+    """Absent = no limit."""
+    redis_limit_bytes: _builtins.int
+    evicted_bytes: _builtins.int
+    """Since the start: what its own limits have made go, and objects that they kept out."""
+    refused_objects: _builtins.int
+    default_mode: _builtins.str
+    """As SetMode has it."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.bytes = ...,
+        namespaces: _builtins.int = ...,
+        cpu_bytes: _builtins.int = ...,
+        redis_bytes: _builtins.int = ...,
+        cpu_limit_bytes: _builtins.int | None = ...,
+        redis_limit_bytes: _builtins.int | None = ...,
+        evicted_bytes: _builtins.int = ...,
+        refused_objects: _builtins.int = ...,
+        default_mode: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cpu_limit_bytes", b"_cpu_limit_bytes", "_redis_limit_bytes", b"_redis_limit_bytes", "cpu_limit_bytes", b"cpu_limit_bytes", "redis_limit_bytes", b"redis_limit_bytes"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cpu_limit_bytes", b"_cpu_limit_bytes", "_redis_limit_bytes", b"_redis_limit_bytes", "cpu_bytes", b"cpu_bytes", "cpu_limit_bytes", b"cpu_limit_bytes", "default_mode", b"default_mode", "evicted_bytes", b"evicted_bytes", "namespaces", b"namespaces", "redis_bytes", b"redis_bytes", "redis_limit_bytes", b"redis_limit_bytes", "refused_objects", b"refused_objects", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cpu_limit_bytes: _TypeAlias = _typing.Literal["cpu_limit_bytes"]  # noqa: Y015
+    _WhichOneofArgType__cpu_limit_bytes: _TypeAlias = _typing.Literal["_cpu_limit_bytes", b"_cpu_limit_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__redis_limit_bytes: _TypeAlias = _typing.Literal["redis_limit_bytes"]  # noqa: Y015
+    _WhichOneofArgType__redis_limit_bytes: _TypeAlias = _typing.Literal["_redis_limit_bytes", b"_redis_limit_bytes"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cpu_limit_bytes) -> _WhichOneofReturnType__cpu_limit_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__redis_limit_bytes) -> _WhichOneofReturnType__redis_limit_bytes | None: ...
+
+Global___TenantInfo: _TypeAlias = TenantInfo  # noqa: Y015
+
+@_typing.final
+class ClearRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVERYTHING_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    everything: _builtins.bool
+    namespace: _builtins.bytes
+    tenant: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        everything: _builtins.bool = ...,
+        namespace: _builtins.bytes = ...,
+        tenant: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["everything", b"everything", "namespace", b"namespace", "scope", b"scope", "tenant", b"tenant"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["everything", b"everything", "namespace", b"namespace", "scope", b"scope", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_scope: _TypeAlias = _typing.Literal["everything", "namespace", "tenant"]  # noqa: Y015
+    _WhichOneofArgType_scope: _TypeAlias = _typing.Literal["scope", b"scope"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_scope) -> _WhichOneofReturnType_scope | None: ...
+
+Global___ClearRequest: _TypeAlias = ClearRequest  # noqa: Y015
+
+@_typing.final
+class ClearResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REMOVED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierBytes]:
+        """What was there, by tier and kind."""
+
+    def __init__(
+        self,
+        *,
+        removed: _abc.Iterable[Global___TierBytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["removed", b"removed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClearResponse: _TypeAlias = ClearResponse  # noqa: Y015
+
+@_typing.final
+class EraseRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EraseRequest: _TypeAlias = EraseRequest  # noqa: Y015
+
+@_typing.final
+class EraseResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REMOVED_FIELD_NUMBER: _builtins.int
+    NAMESPACES_FIELD_NUMBER: _builtins.int
+    OVERWRITTEN_BYTES_FIELD_NUMBER: _builtins.int
+    HELD_OBJECTS_FIELD_NUMBER: _builtins.int
+    REDIS_KEYS_DELETED_FIELD_NUMBER: _builtins.int
+    CPU_OBJECTS_LEFT_FIELD_NUMBER: _builtins.int
+    REDIS_KEYS_LEFT_FIELD_NUMBER: _builtins.int
+    HAS_REDIS_FIELD_NUMBER: _builtins.int
+    namespaces: _builtins.int
+    overwritten_bytes: _builtins.int
+    """Bytes overwritten in the pool."""
+    held_objects: _builtins.int
+    """Objects that a reader holds; they are nobody else's any more, and go when it lets go."""
+    redis_keys_deleted: _builtins.int
+    cpu_objects_left: _builtins.int
+    """Counted afterwards: what the index and the pool have of the tenant, and its keys in Redis."""
+    redis_keys_left: _builtins.int
+    has_redis: _builtins.bool
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierBytes]: ...
+    def __init__(
+        self,
+        *,
+        removed: _abc.Iterable[Global___TierBytes] | None = ...,
+        namespaces: _builtins.int = ...,
+        overwritten_bytes: _builtins.int = ...,
+        held_objects: _builtins.int = ...,
+        redis_keys_deleted: _builtins.int = ...,
+        cpu_objects_left: _builtins.int = ...,
+        redis_keys_left: _builtins.int = ...,
+        has_redis: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_objects_left", b"cpu_objects_left", "has_redis", b"has_redis", "held_objects", b"held_objects", "namespaces", b"namespaces", "overwritten_bytes", b"overwritten_bytes", "redis_keys_deleted", b"redis_keys_deleted", "redis_keys_left", b"redis_keys_left", "removed", b"removed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EraseResponse: _TypeAlias = EraseResponse  # noqa: Y015
+
+@_typing.final
+class InspectRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.bytes
+    @_builtins.property
+    def tokens(self) -> Global___Tokens: ...
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.bytes = ...,
+        tokens: Global___Tokens | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InspectRequest: _TypeAlias = InspectRequest  # noqa: Y015
+
+@_typing.final
+class InspectResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MATCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    OBJECTS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    matched_tokens: _builtins.int
+    tenant: _builtins.bytes
+    @_builtins.property
+    def objects(self) -> _containers.RepeatedCompositeFieldContainer[Global___ObjectInfo]: ...
+    def __init__(
+        self,
+        *,
+        matched_tokens: _builtins.int = ...,
+        objects: _abc.Iterable[Global___ObjectInfo] | None = ...,
+        tenant: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["matched_tokens", b"matched_tokens", "objects", b"objects", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InspectResponse: _TypeAlias = InspectResponse  # noqa: Y015
+
+@_typing.final
+class ObjectInfo(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    END_TOKEN_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    PROVENANCE_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    IDLE_S_FIELD_NUMBER: _builtins.int
+    PREFIX_HASH_FIELD_NUMBER: _builtins.int
+    kind: Global___Kind.ValueType
+    first_token: _builtins.int
+    end_token: _builtins.int
+    size_bytes: _builtins.int
+    provenance: Global___Provenance.ValueType
+    pinned: _builtins.bool
+    idle_s: _builtins.float
+    """Since its last use, where the CPU tier has it."""
+    prefix_hash: _builtins.bytes
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedScalarFieldContainer[Global___Tier.ValueType]: ...
+    def __init__(
+        self,
+        *,
+        kind: Global___Kind.ValueType = ...,
+        first_token: _builtins.int = ...,
+        end_token: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+        provenance: Global___Provenance.ValueType = ...,
+        tiers: _abc.Iterable[Global___Tier.ValueType] | None = ...,
+        pinned: _builtins.bool = ...,
+        idle_s: _builtins.float = ...,
+        prefix_hash: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_token", b"end_token", "first_token", b"first_token", "idle_s", b"idle_s", "kind", b"kind", "pinned", b"pinned", "prefix_hash", b"prefix_hash", "provenance", b"provenance", "size_bytes", b"size_bytes", "tiers", b"tiers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ObjectInfo: _TypeAlias = ObjectInfo  # noqa: Y015
+
+@_typing.final
+class SetModeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.bytes
+    mode: _builtins.str
+    """exact, tail, auto, off; empty takes it back."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.bytes = ...,
+        mode: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetModeRequest: _TypeAlias = SetModeRequest  # noqa: Y015
+
+@_typing.final
+class SetModeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetModeResponse: _TypeAlias = SetModeResponse  # noqa: Y015

@@ -366,3 +366,479 @@ class Store(object):
             timeout,
             metadata,
             _registered_method=True)
+
+
+class AdminStub(object):
+    """What operators decide. FAILED_PRECONDITION where the store can not do it at all, as on Redis
+    without one; UNAVAILABLE where Redis did not answer, and then the CPU tier alone has changed.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Pin = channel.unary_unary(
+                '/tailreplay.store.v1.Admin/Pin',
+                request_serializer=tailreplay_dot_proto_dot_store__pb2.PinRequest.SerializeToString,
+                response_deserializer=tailreplay_dot_proto_dot_store__pb2.PinInfo.FromString,
+                _registered_method=True)
+        self.Unpin = channel.unary_unary(
+                '/tailreplay.store.v1.Admin/Unpin',
+                request_serializer=tailreplay_dot_proto_dot_store__pb2.UnpinRequest.SerializeToString,
+                response_deserializer=tailreplay_dot_proto_dot_store__pb2.UnpinResponse.FromString,
+                _registered_method=True)
+        self.ListPins = channel.unary_unary(
+                '/tailreplay.store.v1.Admin/ListPins',
+                request_serializer=tailreplay_dot_proto_dot_store__pb2.ListPinsRequest.SerializeToString,
+                response_deserializer=tailreplay_dot_proto_dot_store__pb2.ListPinsResponse.FromString,
+                _registered_method=True)
+        self.SetQuota = channel.unary_unary(
+                '/tailreplay.store.v1.Admin/SetQuota',
+                request_serializer=tailreplay_dot_proto_dot_store__pb2.SetQuotaRequest.SerializeToString,
+                response_deserializer=tailreplay_dot_proto_dot_store__pb2.TenantInfo.FromString,
+                _registered_method=True)
+        self.DeleteQuota = channel.unary_unary(
+                '/tailreplay.store.v1.Admin/DeleteQuota',
+                request_serializer=tailreplay_dot_proto_dot_store__pb2.DeleteQuotaRequest.SerializeToString,
+                response_deserializer=tailreplay_dot_proto_dot_store__pb2.TenantInfo.FromString,
+                _registered_method=True)
+        self.ListTenants = channel.unary_unary(
+                '/tailreplay.store.v1.Admin/ListTenants',
+                request_serializer=tailreplay_dot_proto_dot_store__pb2.ListTenantsRequest.SerializeToString,
+                response_deserializer=tailreplay_dot_proto_dot_store__pb2.ListTenantsResponse.FromString,
+                _registered_method=True)
+        self.Clear = channel.unary_unary(
+                '/tailreplay.store.v1.Admin/Clear',
+                request_serializer=tailreplay_dot_proto_dot_store__pb2.ClearRequest.SerializeToString,
+                response_deserializer=tailreplay_dot_proto_dot_store__pb2.ClearResponse.FromString,
+                _registered_method=True)
+        self.Erase = channel.unary_unary(
+                '/tailreplay.store.v1.Admin/Erase',
+                request_serializer=tailreplay_dot_proto_dot_store__pb2.EraseRequest.SerializeToString,
+                response_deserializer=tailreplay_dot_proto_dot_store__pb2.EraseResponse.FromString,
+                _registered_method=True)
+        self.Inspect = channel.unary_unary(
+                '/tailreplay.store.v1.Admin/Inspect',
+                request_serializer=tailreplay_dot_proto_dot_store__pb2.InspectRequest.SerializeToString,
+                response_deserializer=tailreplay_dot_proto_dot_store__pb2.InspectResponse.FromString,
+                _registered_method=True)
+        self.SetMode = channel.unary_unary(
+                '/tailreplay.store.v1.Admin/SetMode',
+                request_serializer=tailreplay_dot_proto_dot_store__pb2.SetModeRequest.SerializeToString,
+                response_deserializer=tailreplay_dot_proto_dot_store__pb2.SetModeResponse.FromString,
+                _registered_method=True)
+
+
+class AdminServicer(object):
+    """What operators decide. FAILED_PRECONDITION where the store can not do it at all, as on Redis
+    without one; UNAVAILABLE where Redis did not answer, and then the CPU tier alone has changed.
+    """
+
+    def Pin(self, request, context):
+        """Keeps what is stored of a prefix in the CPU tier until the pin expires or is taken away. What
+        is in Redis alone is loaded. Early blocks first, until `max_bytes`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Unpin(self, request, context):
+        """Ends a pin. One that is unknown or already over is no error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPins(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetQuota(self, request, context):
+        """Limits what a tenant's objects take, from now on; what is over goes at once, oldest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteQuota(self, request, context):
+        """Takes a tenant's limits away; what it has stays.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListTenants(self, request, context):
+        """Use and limits of every tenant that has either.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Clear(self, request, context):
+        """Forgets objects, in both tiers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Erase(self, request, context):
+        """As Clear of one tenant; also overwrites its bytes in the pool and scans Redis for what is left.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Inspect(self, request, context):
+        """Every object along the longest stored prefix of some tokens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetMode(self, request, context):
+        """Says in which mode engines serve a tenant's requests when nobody else says it: neither the
+        request nor the engine's own settings. They learn it with their next Match.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_AdminServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=tailreplay_dot_proto_dot_store__pb2.PinRequest.FromString,
+                    response_serializer=tailreplay_dot_proto_dot_store__pb2.PinInfo.SerializeToString,
+            ),
+            'Unpin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unpin,
+                    request_deserializer=tailreplay_dot_proto_dot_store__pb2.UnpinRequest.FromString,
+                    response_serializer=tailreplay_dot_proto_dot_store__pb2.UnpinResponse.SerializeToString,
+            ),
+            'ListPins': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPins,
+                    request_deserializer=tailreplay_dot_proto_dot_store__pb2.ListPinsRequest.FromString,
+                    response_serializer=tailreplay_dot_proto_dot_store__pb2.ListPinsResponse.SerializeToString,
+            ),
+            'SetQuota': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetQuota,
+                    request_deserializer=tailreplay_dot_proto_dot_store__pb2.SetQuotaRequest.FromString,
+                    response_serializer=tailreplay_dot_proto_dot_store__pb2.TenantInfo.SerializeToString,
+            ),
+            'DeleteQuota': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteQuota,
+                    request_deserializer=tailreplay_dot_proto_dot_store__pb2.DeleteQuotaRequest.FromString,
+                    response_serializer=tailreplay_dot_proto_dot_store__pb2.TenantInfo.SerializeToString,
+            ),
+            'ListTenants': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTenants,
+                    request_deserializer=tailreplay_dot_proto_dot_store__pb2.ListTenantsRequest.FromString,
+                    response_serializer=tailreplay_dot_proto_dot_store__pb2.ListTenantsResponse.SerializeToString,
+            ),
+            'Clear': grpc.unary_unary_rpc_method_handler(
+                    servicer.Clear,
+                    request_deserializer=tailreplay_dot_proto_dot_store__pb2.ClearRequest.FromString,
+                    response_serializer=tailreplay_dot_proto_dot_store__pb2.ClearResponse.SerializeToString,
+            ),
+            'Erase': grpc.unary_unary_rpc_method_handler(
+                    servicer.Erase,
+                    request_deserializer=tailreplay_dot_proto_dot_store__pb2.EraseRequest.FromString,
+                    response_serializer=tailreplay_dot_proto_dot_store__pb2.EraseResponse.SerializeToString,
+            ),
+            'Inspect': grpc.unary_unary_rpc_method_handler(
+                    servicer.Inspect,
+                    request_deserializer=tailreplay_dot_proto_dot_store__pb2.InspectRequest.FromString,
+                    response_serializer=tailreplay_dot_proto_dot_store__pb2.InspectResponse.SerializeToString,
+            ),
+            'SetMode': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetMode,
+                    request_deserializer=tailreplay_dot_proto_dot_store__pb2.SetModeRequest.FromString,
+                    response_serializer=tailreplay_dot_proto_dot_store__pb2.SetModeResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'tailreplay.store.v1.Admin', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('tailreplay.store.v1.Admin', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Admin(object):
+    """What operators decide. FAILED_PRECONDITION where the store can not do it at all, as on Redis
+    without one; UNAVAILABLE where Redis did not answer, and then the CPU tier alone has changed.
+    """
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tailreplay.store.v1.Admin/Pin',
+            tailreplay_dot_proto_dot_store__pb2.PinRequest.SerializeToString,
+            tailreplay_dot_proto_dot_store__pb2.PinInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unpin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tailreplay.store.v1.Admin/Unpin',
+            tailreplay_dot_proto_dot_store__pb2.UnpinRequest.SerializeToString,
+            tailreplay_dot_proto_dot_store__pb2.UnpinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPins(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tailreplay.store.v1.Admin/ListPins',
+            tailreplay_dot_proto_dot_store__pb2.ListPinsRequest.SerializeToString,
+            tailreplay_dot_proto_dot_store__pb2.ListPinsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetQuota(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tailreplay.store.v1.Admin/SetQuota',
+            tailreplay_dot_proto_dot_store__pb2.SetQuotaRequest.SerializeToString,
+            tailreplay_dot_proto_dot_store__pb2.TenantInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteQuota(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tailreplay.store.v1.Admin/DeleteQuota',
+            tailreplay_dot_proto_dot_store__pb2.DeleteQuotaRequest.SerializeToString,
+            tailreplay_dot_proto_dot_store__pb2.TenantInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTenants(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tailreplay.store.v1.Admin/ListTenants',
+            tailreplay_dot_proto_dot_store__pb2.ListTenantsRequest.SerializeToString,
+            tailreplay_dot_proto_dot_store__pb2.ListTenantsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Clear(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tailreplay.store.v1.Admin/Clear',
+            tailreplay_dot_proto_dot_store__pb2.ClearRequest.SerializeToString,
+            tailreplay_dot_proto_dot_store__pb2.ClearResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Erase(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tailreplay.store.v1.Admin/Erase',
+            tailreplay_dot_proto_dot_store__pb2.EraseRequest.SerializeToString,
+            tailreplay_dot_proto_dot_store__pb2.EraseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Inspect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tailreplay.store.v1.Admin/Inspect',
+            tailreplay_dot_proto_dot_store__pb2.InspectRequest.SerializeToString,
+            tailreplay_dot_proto_dot_store__pb2.InspectResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetMode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tailreplay.store.v1.Admin/SetMode',
+            tailreplay_dot_proto_dot_store__pb2.SetModeRequest.SerializeToString,
+            tailreplay_dot_proto_dot_store__pb2.SetModeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -158,3 +158,157 @@ class StoreServicer(metaclass=_abc_1.ABCMeta):
         """What this store is and every effective value of its settings."""
 
 def add_StoreServicer_to_server(servicer: StoreServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class AdminStub:
+    """What operators decide. FAILED_PRECONDITION where the store can not do it at all, as on Redis
+    without one; UNAVAILABLE where Redis did not answer, and then the CPU tier alone has changed.
+    """
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> AdminAsyncStub: ...
+    Pin: _grpc.UnaryUnaryMultiCallable[_store_pb2.PinRequest, _store_pb2.PinInfo]
+    """Keeps what is stored of a prefix in the CPU tier until the pin expires or is taken away. What
+    is in Redis alone is loaded. Early blocks first, until `max_bytes`.
+    """
+    Unpin: _grpc.UnaryUnaryMultiCallable[_store_pb2.UnpinRequest, _store_pb2.UnpinResponse]
+    """Ends a pin. One that is unknown or already over is no error."""
+    ListPins: _grpc.UnaryUnaryMultiCallable[_store_pb2.ListPinsRequest, _store_pb2.ListPinsResponse]
+    SetQuota: _grpc.UnaryUnaryMultiCallable[_store_pb2.SetQuotaRequest, _store_pb2.TenantInfo]
+    """Limits what a tenant's objects take, from now on; what is over goes at once, oldest first."""
+    DeleteQuota: _grpc.UnaryUnaryMultiCallable[_store_pb2.DeleteQuotaRequest, _store_pb2.TenantInfo]
+    """Takes a tenant's limits away; what it has stays."""
+    ListTenants: _grpc.UnaryUnaryMultiCallable[_store_pb2.ListTenantsRequest, _store_pb2.ListTenantsResponse]
+    """Use and limits of every tenant that has either."""
+    Clear: _grpc.UnaryUnaryMultiCallable[_store_pb2.ClearRequest, _store_pb2.ClearResponse]
+    """Forgets objects, in both tiers."""
+    Erase: _grpc.UnaryUnaryMultiCallable[_store_pb2.EraseRequest, _store_pb2.EraseResponse]
+    """As Clear of one tenant; also overwrites its bytes in the pool and scans Redis for what is left."""
+    Inspect: _grpc.UnaryUnaryMultiCallable[_store_pb2.InspectRequest, _store_pb2.InspectResponse]
+    """Every object along the longest stored prefix of some tokens."""
+    SetMode: _grpc.UnaryUnaryMultiCallable[_store_pb2.SetModeRequest, _store_pb2.SetModeResponse]
+    """Says in which mode engines serve a tenant's requests when nobody else says it: neither the
+    request nor the engine's own settings. They learn it with their next Match.
+    """
+
+@_typing.type_check_only
+class AdminAsyncStub(AdminStub):
+    """What operators decide. FAILED_PRECONDITION where the store can not do it at all, as on Redis
+    without one; UNAVAILABLE where Redis did not answer, and then the CPU tier alone has changed.
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Pin: _aio.UnaryUnaryMultiCallable[_store_pb2.PinRequest, _store_pb2.PinInfo]  # type: ignore[assignment]
+    """Keeps what is stored of a prefix in the CPU tier until the pin expires or is taken away. What
+    is in Redis alone is loaded. Early blocks first, until `max_bytes`.
+    """
+    Unpin: _aio.UnaryUnaryMultiCallable[_store_pb2.UnpinRequest, _store_pb2.UnpinResponse]  # type: ignore[assignment]
+    """Ends a pin. One that is unknown or already over is no error."""
+    ListPins: _aio.UnaryUnaryMultiCallable[_store_pb2.ListPinsRequest, _store_pb2.ListPinsResponse]  # type: ignore[assignment]
+    SetQuota: _aio.UnaryUnaryMultiCallable[_store_pb2.SetQuotaRequest, _store_pb2.TenantInfo]  # type: ignore[assignment]
+    """Limits what a tenant's objects take, from now on; what is over goes at once, oldest first."""
+    DeleteQuota: _aio.UnaryUnaryMultiCallable[_store_pb2.DeleteQuotaRequest, _store_pb2.TenantInfo]  # type: ignore[assignment]
+    """Takes a tenant's limits away; what it has stays."""
+    ListTenants: _aio.UnaryUnaryMultiCallable[_store_pb2.ListTenantsRequest, _store_pb2.ListTenantsResponse]  # type: ignore[assignment]
+    """Use and limits of every tenant that has either."""
+    Clear: _aio.UnaryUnaryMultiCallable[_store_pb2.ClearRequest, _store_pb2.ClearResponse]  # type: ignore[assignment]
+    """Forgets objects, in both tiers."""
+    Erase: _aio.UnaryUnaryMultiCallable[_store_pb2.EraseRequest, _store_pb2.EraseResponse]  # type: ignore[assignment]
+    """As Clear of one tenant; also overwrites its bytes in the pool and scans Redis for what is left."""
+    Inspect: _aio.UnaryUnaryMultiCallable[_store_pb2.InspectRequest, _store_pb2.InspectResponse]  # type: ignore[assignment]
+    """Every object along the longest stored prefix of some tokens."""
+    SetMode: _aio.UnaryUnaryMultiCallable[_store_pb2.SetModeRequest, _store_pb2.SetModeResponse]  # type: ignore[assignment]
+    """Says in which mode engines serve a tenant's requests when nobody else says it: neither the
+    request nor the engine's own settings. They learn it with their next Match.
+    """
+
+class AdminServicer(metaclass=_abc_1.ABCMeta):
+    """What operators decide. FAILED_PRECONDITION where the store can not do it at all, as on Redis
+    without one; UNAVAILABLE where Redis did not answer, and then the CPU tier alone has changed.
+    """
+
+    @_abc_1.abstractmethod
+    def Pin(
+        self,
+        request: _store_pb2.PinRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.PinInfo, _abc.Awaitable[_store_pb2.PinInfo]]:
+        """Keeps what is stored of a prefix in the CPU tier until the pin expires or is taken away. What
+        is in Redis alone is loaded. Early blocks first, until `max_bytes`.
+        """
+
+    @_abc_1.abstractmethod
+    def Unpin(
+        self,
+        request: _store_pb2.UnpinRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.UnpinResponse, _abc.Awaitable[_store_pb2.UnpinResponse]]:
+        """Ends a pin. One that is unknown or already over is no error."""
+
+    @_abc_1.abstractmethod
+    def ListPins(
+        self,
+        request: _store_pb2.ListPinsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.ListPinsResponse, _abc.Awaitable[_store_pb2.ListPinsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def SetQuota(
+        self,
+        request: _store_pb2.SetQuotaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.TenantInfo, _abc.Awaitable[_store_pb2.TenantInfo]]:
+        """Limits what a tenant's objects take, from now on; what is over goes at once, oldest first."""
+
+    @_abc_1.abstractmethod
+    def DeleteQuota(
+        self,
+        request: _store_pb2.DeleteQuotaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.TenantInfo, _abc.Awaitable[_store_pb2.TenantInfo]]:
+        """Takes a tenant's limits away; what it has stays."""
+
+    @_abc_1.abstractmethod
+    def ListTenants(
+        self,
+        request: _store_pb2.ListTenantsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.ListTenantsResponse, _abc.Awaitable[_store_pb2.ListTenantsResponse]]:
+        """Use and limits of every tenant that has either."""
+
+    @_abc_1.abstractmethod
+    def Clear(
+        self,
+        request: _store_pb2.ClearRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.ClearResponse, _abc.Awaitable[_store_pb2.ClearResponse]]:
+        """Forgets objects, in both tiers."""
+
+    @_abc_1.abstractmethod
+    def Erase(
+        self,
+        request: _store_pb2.EraseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.EraseResponse, _abc.Awaitable[_store_pb2.EraseResponse]]:
+        """As Clear of one tenant; also overwrites its bytes in the pool and scans Redis for what is left."""
+
+    @_abc_1.abstractmethod
+    def Inspect(
+        self,
+        request: _store_pb2.InspectRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.InspectResponse, _abc.Awaitable[_store_pb2.InspectResponse]]:
+        """Every object along the longest stored prefix of some tokens."""
+
+    @_abc_1.abstractmethod
+    def SetMode(
+        self,
+        request: _store_pb2.SetModeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.SetModeResponse, _abc.Awaitable[_store_pb2.SetModeResponse]]:
+        """Says in which mode engines serve a tenant's requests when nobody else says it: neither the
+        request nor the engine's own settings. They learn it with their next Match.
+        """
+
+def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
