@@ -19,9 +19,8 @@ def crc32c(data: bytes | bytearray | memoryview) -> int:
     return int(google_crc32c.value(np.frombuffer(data, np.uint8)))
 
 
-def crc32c_of(parts: Iterable[memoryview]) -> int:
-    """Checksum of buffers as if they were joined."""
-    crc = 0
+def crc32c_of(parts: Iterable[memoryview], crc: int = 0) -> int:
+    """Checksum of buffers as if they were joined, behind bytes whose checksum is `crc`."""
     for part in parts:
         crc = int(google_crc32c.extend(crc, np.frombuffer(part, np.uint8)))
     return crc

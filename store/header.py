@@ -178,6 +178,11 @@ def parse_header(data: bytes | memoryview) -> Header:
     return header
 
 
+def header_of(data: memoryview) -> bytes:
+    """The bytes of the header at the start of an object, as far as it says how many they are."""
+    return bytes(data[: int.from_bytes(data[8:12], "little")][:MAX_HEADER_BYTES])
+
+
 def verify_object(data: memoryview, name: ObjectName) -> Header:
     """Checks a whole stored object: header, identity, size and every page.
 

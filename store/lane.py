@@ -19,7 +19,6 @@ from google.protobuf.message import DecodeError
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.address import socket_path
-from tailreplay.store.checksum import crc32c_of
 from tailreplay.store.errors import (
     IntegrityError,
     InvalidRequest,
@@ -256,7 +255,7 @@ def _send_frame(sock: socket.socket, frame: Frame) -> None:
     if record.kind is RecordKind.BARRIER:
         return
     if record.kind is RecordKind.ROWS:
-        record = record._replace(crc32c=crc32c_of(frame.parts), offset=0, stride=0)
+        record = record._replace(crc32c=frame.crc32c, offset=0, stride=0)
     send(sock, [record.pack(), *frame.parts])
 
 

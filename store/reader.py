@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.catalog import records_on
+from tailreplay.store.checksum import crc32c_of
 from tailreplay.store.errors import IntegrityError, InvalidRequest
-from tailreplay.store.header import Header, parse_header
+from tailreplay.store.header import Header, header_of, parse_header
 from tailreplay.store.lane_wire import LaneRecord, RecordKind
 from tailreplay.store.objects import Kind, ObjectName
 from tailreplay.store.pin_budget import PinBudget
+from tailreplay.store.row_sums import crc32c_of_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -39,15 +42,29 @@ class Frame(NamedTuple):
     Attributes:
         record: what it says; rows carry no checksum yet.
         parts: the payload of rows, in pool memory, valid until the next frame is asked for.
+        header: of the object that the rows are of.
     """
 
     record: LaneRecord
     parts: tuple[memoryview, ...] = ()
+    header: Header | None = None
 
     @property
     def payload_bytes(self) -> int:
         """Bytes of payload."""
         return sum(map(len, self.parts))
+
+    @property
+    def crc32c(self) -> int:
+        """Checksum of the payload of rows."""
+        if self.header is None:
+            return crc32c_of(self.parts)
+        record, units = self.record, self.parts
+        if len(units) != record.units:
+            size = len(units[0]) // record.units
+            units = tuple(units[0][i * size : (i + 1) * size] for i in range(record.units))
+        row = record.first_token - self.header.first_token
+        return crc32c_of_rows(self.header, record.first_unit, row, units)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,8 +321,12 @@ def _windows(
         yield window
 
 
+_parsed = lru_cache(maxsize=1024)(parse_header)
+"""By the header's bytes, so that one that is damaged is parsed, and refused."""
+
+
 def _header_of(data: memoryview, record: Record) -> Header:
-    header = parse_header(data)
+    header = _parsed(header_of(data))
     found = (header.name, header.first_token, header.rows)
     if found != (record.name, record.first_token, record.rows):
         raise IntegrityError(
@@ -355,9 +376,10 @@ def _rows(piece: _Piece, record: Record, held: Pinned, header: Header) -> Iterat
         )
         ends = start + (units - 1) * stride + size
         if size == stride:
-            yield Frame(rows, (held.data[start:ends],))
+            yield Frame(rows, (held.data[start:ends],), header)
             continue
-        yield Frame(rows, tuple(held.data[at : at + size] for at in range(start, ends, stride)))
+        pieces = tuple(held.data[at : at + size] for at in range(start, ends, stride))
+        yield Frame(rows, pieces, header)
 
 
 def _missing(piece: _Piece, reason: Reason) -> Frame:

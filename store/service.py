@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.proto import store_pb2_grpc as rpc
-from tailreplay.store.checksum import crc32c
 from tailreplay.store.errors import (
     IntegrityError,
     LimitExceeded,
@@ -125,7 +124,7 @@ def _message(frame: Frame) -> pb.FetchFrame | None:
     """A frame as gRPC carries it; None for what only the data lane needs."""
     record = frame.record
     if record.kind is RecordKind.ROWS:
-        return pb.FetchFrame(rows=_rows(record, b"".join(frame.parts)))
+        return pb.FetchFrame(rows=_rows(record, b"".join(frame.parts), frame.crc32c))
     if record.kind is RecordKind.MISSING:
         missing = pb.Missing(
             range=record.number,
@@ -143,7 +142,7 @@ def _message(frame: Frame) -> pb.FetchFrame | None:
     return None
 
 
-def _rows(record: LaneRecord, data: bytes) -> pb.Rows:
+def _rows(record: LaneRecord, data: bytes, crc32c: int) -> pb.Rows:
     return pb.Rows(
         range=record.number,
         first_unit=record.first_unit,
@@ -151,7 +150,7 @@ def _rows(record: LaneRecord, data: bytes) -> pb.Rows:
         first_token=record.first_token,
         rows=record.rows,
         data=data,
-        crc32c=crc32c(data),
+        crc32c=crc32c,
         tier=pb.Tier.ValueType(record.tier),
         row_bytes=record.row_bytes,
         prefix_hash=record.prefix_hash,

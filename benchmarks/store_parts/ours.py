@@ -1,5 +1,6 @@
 """Our store: the server in a child process, and a client that does what an engine does."""
 
+import gc
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -168,6 +169,8 @@ def store_child(**settings: Any) -> None:  # noqa: ANN401 - settings of the stor
     from tailreplay.store.server import StoreServer
 
     server = StoreServer(StoreConfig.model_validate(settings))
+    gc.collect()
+    gc.freeze()  # as `tailreplay-store serve` does
     store = server.store
 
     def evict() -> Answer:

@@ -1,0 +1,52 @@
+"""Checksums of row ranges, joined out of page checksums."""
+
+import random
+
+import numpy as np
+import pytest
+
+from tailreplay.store.checksum import crc32c, crc32c_of
+from tailreplay.store.geometry import Dtype, checkpoint_geometry, kv_geometry
+from tailreplay.store.header import Header, build_object, parse_header
+from tailreplay.store.objects import ObjectName
+from tailreplay.store.row_sums import crc32c_of_rows
+
+KV = kv_geometry(fa_layers=2, kv_heads=2, head_dim=128, dtype=Dtype.BFLOAT16)
+STATE = checkpoint_geometry(
+    shape=(2, 3, 2, 64, 64, 3), dtype=Dtype.BFLOAT16, state_dtype=Dtype.FLOAT32
+)
+SMALL = kv_geometry(fa_layers=1, kv_heads=2, head_dim=4, dtype=Dtype.FLOAT32)
+
+
+def stored(geometry, rows):
+    """Header and payload `[units, rows, row bytes]` of an object."""
+    data = np.random.default_rng(rows).bytes(geometry.payload_bytes(rows))
+    name = ObjectName(bytes(32), geometry.kind, bytes(32))
+    head, payload = build_object(Header(name, geometry, 0, rows, ()), data)
+    units = np.frombuffer(payload, np.uint8).reshape(geometry.units, rows, geometry.row_bytes)
+    return parse_header(head + bytes(payload)), units
+
+
+def views(units):
+    return [np.ascontiguousarray(unit).reshape(-1).data for unit in units]
+
+
+@pytest.mark.parametrize(
+    ("geometry", "rows"), [(KV, 256), (KV, 200), (KV, 1), (STATE, 1), (SMALL, 256)]
+)
+def test_any_rows_have_the_checksum_of_their_bytes(geometry, rows):
+    header, units = stored(geometry, rows)
+    draw = random.Random(rows)
+    for _ in range(40):
+        first, end = sorted(draw.sample(range(rows + 1), 2))
+        unit = draw.randrange(geometry.units)
+        some = views(units[unit : unit + draw.randint(1, geometry.units), first:end])
+        assert crc32c_of_rows(header, unit, first, some) == crc32c_of(some)
+
+
+def test_whole_pages_are_not_looked_at():
+    header, units = stored(KV, 256)
+    blank = views(np.zeros_like(units))
+    assert crc32c_of_rows(header, 0, 0, blank) == crc32c(units.tobytes())
+    cut = views(np.zeros_like(units)[:, 10:])
+    assert crc32c_of_rows(header, 0, 10, cut) != crc32c(units[:, 10:].tobytes())
