@@ -831,6 +831,7 @@ class StatsResponse(_message.Message):
     STORED_BYTES_FIELD_NUMBER: _builtins.int
     SERVED_BYTES_FIELD_NUMBER: _builtins.int
     REDIS_HEALTHY_FIELD_NUMBER: _builtins.int
+    SHARED_MEMORY_FIELD_NUMBER: _builtins.int
     queried_tokens: _builtins.int
     """Tokens asked for in all Match calls = matched + unmatched."""
     matched_tokens: _builtins.int
@@ -855,6 +856,10 @@ class StatsResponse(_message.Message):
     stored_bytes: _builtins.int
     served_bytes: _builtins.int
     redis_healthy: _builtins.bool
+    shared_memory: _builtins.bool
+    """Whether engines of this machine read the pool in place; without, every byte is copied to them,
+    because /dev/shm has no room for the pool or the settings say so.
+    """
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierBytes]:
         """Stored bytes by tier and kind."""
@@ -881,10 +886,11 @@ class StatsResponse(_message.Message):
         stored_bytes: _builtins.int = ...,
         served_bytes: _builtins.int = ...,
         redis_healthy: _builtins.bool = ...,
+        shared_memory: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "dropped_objects", b"dropped_objects", "evicted_bytes", b"evicted_bytes", "hits", b"hits", "integrity_errors", b"integrity_errors", "leases", b"leases", "lookups", b"lookups", "matched_tokens", b"matched_tokens", "misses", b"misses", "pinned_bytes", b"pinned_bytes", "pool_bytes", b"pool_bytes", "pool_used_bytes", b"pool_used_bytes", "queried_tokens", b"queried_tokens", "redis_healthy", b"redis_healthy", "redis_pending_bytes", b"redis_pending_bytes", "served_bytes", b"served_bytes", "stored_bytes", b"stored_bytes", "tiers", b"tiers", "unmatched_tokens", b"unmatched_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "dropped_objects", b"dropped_objects", "evicted_bytes", b"evicted_bytes", "hits", b"hits", "integrity_errors", b"integrity_errors", "leases", b"leases", "lookups", b"lookups", "matched_tokens", b"matched_tokens", "misses", b"misses", "pinned_bytes", b"pinned_bytes", "pool_bytes", b"pool_bytes", "pool_used_bytes", b"pool_used_bytes", "queried_tokens", b"queried_tokens", "redis_healthy", b"redis_healthy", "redis_pending_bytes", b"redis_pending_bytes", "served_bytes", b"served_bytes", "shared_memory", b"shared_memory", "stored_bytes", b"stored_bytes", "tiers", b"tiers", "unmatched_tokens", b"unmatched_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
