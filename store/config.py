@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tailreplay.store.address import checked_address
-from tailreplay.store.resp import RedisEndpoint
+from tailreplay.store.redis_endpoint import RedisEndpoint
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

@@ -22,6 +22,7 @@ from tailreplay.store.namespace import NAMESPACE_BYTES
 from tailreplay.store.objects import Kind
 from tailreplay.store.reader import Frame, Reader
 from tailreplay.store.tiers import Tiers
+from tailreplay.store.urgent_gate import UrgentGate
 from tailreplay.store.writer import PutSession, Writer
 
 if TYPE_CHECKING:
@@ -63,14 +64,10 @@ class Store:
         self.tiers = Tiers(
             pool_bytes=config.pool_bytes,
             identity=_identity(config.listen),
-            redis_url=config.redis_url,
+            redis=_redis_options(config),
             on_redis_stored=self.catalog.redis_stored,
             on_redis_failed=self.catalog.redis_failed,
-            redis_options={
-                "key_prefix": f"{config.redis_prefix}o:",
-                "read_timeout_s": config.redis_timeout_s,
-                "ttl_s": PAYLOAD_TTL_S,
-            },
+            gate=UrgentGate(clock=clock),
         )
         self.catalog.attach(self.tiers)
         self._reader = Reader(
@@ -251,6 +248,17 @@ class Store:
             self._puts.expire()
             if not self._restored and self.tiers.redis_status().get("healthy"):
                 self._restored = self._restore()
+
+
+def _redis_options(config: StoreConfig) -> dict[str, object] | None:
+    if config.redis_url is None:
+        return None
+    return {
+        "url": config.redis_url,
+        "key_prefix": f"{config.redis_prefix}o:",
+        "read_timeout_s": config.redis_timeout_s,
+        "ttl_s": PAYLOAD_TTL_S,
+    }
 
 
 def _manifests(config: StoreConfig) -> Manifests | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -176,7 +177,8 @@ class Reader:
         records = {p.record.name: p.record for p in live if p.record is not None}
         with self._budget.hold(sum(r.size for r in records.values()), self._timeout_s) as granted:
             if granted:
-                yield from self._send_pinned(live, list(records.values()), dead)
+                with self._tiers.gate.urgent() if _is_urgent(live) else nullcontext():
+                    yield from self._send_pinned(live, list(records.values()), dead)
                 return
         for piece in live:
             if piece.number not in dead:
@@ -186,7 +188,10 @@ class Reader:
     def _send_pinned(
         self, live: Sequence[_Piece], records: Sequence[Record], dead: set[int]
     ) -> Iterator[Frame]:
-        pinned, reasons = self._pin(records, urgent=any(p.wanted.kind != pb.KIND_KV for p in live))
+        urgent = _is_urgent(live)
+        if not urgent:
+            self._tiers.gate.wait()
+        pinned, reasons = self._pin(records, urgent=urgent)
         headers: dict[ObjectName, Header] = {}
         try:
             for piece in live:
@@ -268,9 +273,16 @@ class Reader:
                 reasons[record.name] = pb.MISS_REASON_INTEGRITY
                 return pb.MISS_REASON_INTEGRITY
         for frame in _rows(piece, record, held, header):
+            if piece.wanted.kind == pb.KIND_KV:
+                self._tiers.gate.wait()
             self._catalog.count("served_bytes", frame.payload_bytes)
             yield frame
         return pb.MISS_REASON_UNSPECIFIED
+
+
+def _is_urgent(window: Sequence[_Piece]) -> bool:
+    """Whether a replay waits for it: a window holds hiddens and states, or keys and values."""
+    return any(piece.wanted.kind != pb.KIND_KV for piece in window)
 
 
 def _steps(before: Mapping[str, Any], now: Mapping[str, Any], *counters: str) -> int:

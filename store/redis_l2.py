@@ -26,9 +26,12 @@ from lmcache.v1.distributed.l2_adapters.factory import register_l2_adapter_facto
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.platform import create_event_notifier
 
+from tailreplay.store.misses import Miss
 from tailreplay.store.objects import Kind
+from tailreplay.store.redis_endpoint import RedisEndpoint
+from tailreplay.store.redis_jobs import Load, Outcome, Store
 from tailreplay.store.redis_shard import RedisShard, ShardCounters, ShardSettings
-from tailreplay.store.resp import RedisEndpoint
+from tailreplay.store.urgent_gate import UrgentGate
 
 ADAPTER_TYPE = "tailreplay_redis"
 
@@ -36,12 +39,24 @@ _URGENT_GROUPS = frozenset({int(Kind.HIDDEN), int(Kind.CHECKPOINT)})
 _DELETE_TIMEOUT_S = 5.0
 
 
+_MISS_OF = {
+    Outcome.ABSENT: Miss.ABSENT,
+    Outcome.DAMAGED: Miss.DAMAGED,
+    Outcome.AWAY: Miss.AWAY,
+    Outcome.CANCELLED: Miss.LATE,
+}
+
+
 class WriteBackListener(L2AdapterListener):  # type: ignore[misc]  # untyped base
-    """A listener that also hears of objects that were not stored."""
+    """A listener that also hears of objects that were not stored, or not found."""
 
     @abstractmethod
     def on_l2_keys_failed(self, keys: list[ObjectKey]) -> None:
         """Objects of a finished store task are not in Redis."""
+
+    @abstractmethod
+    def on_l2_keys_missed(self, keys: list[ObjectKey], why: Miss) -> None:
+        """Objects that a lookup or load asked for do not come; told before its end."""
 
 
 @dataclass
@@ -52,11 +67,13 @@ class TailReplayRedisL2Config(L2AdapterConfigBase):  # type: ignore[misc]  # unt
         urls: one per server, as `RedisEndpoint.parse` reads them; never printed.
         key_prefix: what every key starts with.
         shard: per server.
+        gate: held by urgent loads, waited at by all else.
     """
 
     urls: tuple[str, ...] = field(repr=False)
     key_prefix: str = "tailreplay:o:"
     shard: ShardSettings = field(default_factory=ShardSettings)
+    gate: UrgentGate = field(default_factory=UrgentGate, repr=False)
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> TailReplayRedisL2Config:
@@ -103,7 +120,7 @@ class _Task:
             finish(self)
 
     def answer(self, positions: Sequence[int], succeeded: Sequence[bool]) -> None:
-        """Take note of some keys' outcomes; on a shard's thread."""
+        """Take note of some keys' outcomes."""
         with self._lock:
             for position, success in zip(positions, succeeded, strict=True):
                 self.succeeded[position] = success
@@ -150,7 +167,9 @@ class TailReplayRedisL2(L2AdapterInterface):  # type: ignore[misc]  # untyped ba
         self._stores: dict[int, L2StoreResult] = {}
         self._lookups: dict[int, Bitmap] = {}
         self._loads: dict[int, Bitmap] = {}
-        self._shards = [RedisShard(RedisEndpoint.parse(u), config.shard) for u in config.urls]
+        self._shards = [
+            RedisShard(RedisEndpoint.parse(url), config.shard, config.gate) for url in config.urls
+        ]
 
     def get_store_event_fd(self) -> int:
         """Return the descriptor that becomes readable when a store task is finished."""
@@ -170,11 +189,9 @@ class TailReplayRedisL2(L2AdapterInterface):  # type: ignore[misc]  # untyped ba
         sizes = [memory.get_size() for memory in objects]
         task = _Task(keys, lambda task: self._finish_store(task_id, task, sizes))
         for position, (key, memory) in enumerate(zip(keys, objects, strict=True)):
-            self._shard_of(key).store(
-                self._redis_key(key),
-                memoryview(memory.byte_array).cast("B"),
-                done=_answer_one(task, position),
-            )
+            payload = memoryview(memory.byte_array).cast("B")
+            done = _answer_one(task, position)
+            self._shard_of(key).store(Store(self._redis_key(key), payload, done))
         return task_id
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
@@ -192,7 +209,7 @@ class TailReplayRedisL2(L2AdapterInterface):  # type: ignore[misc]  # untyped ba
         for shard, positions in self._by_shard(keys).items():
             shard.lookup(
                 [self._redis_key(keys[position]) for position in positions],
-                done=_answer_many(task, positions),
+                done=self._found(task, positions),
             )
         return task_id
 
@@ -209,18 +226,21 @@ class TailReplayRedisL2(L2AdapterInterface):  # type: ignore[misc]  # untyped ba
         task_id = next(self._task_ids)
         task = _Task(keys, lambda task: self._finish_load(task_id, task))
         for position, (key, memory) in enumerate(zip(keys, objects, strict=True)):
-            self._shard_of(key).load(
-                self._redis_key(key),
-                memoryview(memory.byte_array).cast("B"),
-                urgent=key.object_group_id in _URGENT_GROUPS,
-                done=_answer_one(task, position),
-            )
+            into = memoryview(memory.byte_array).cast("B")
+            urgent = key.object_group_id in _URGENT_GROUPS
+            done = self._loaded(task, position)
+            self._shard_of(key).load(Load(self._redis_key(key), into, urgent, done))
         return task_id
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
         """Return a finished load's outcomes, once; None while it runs."""
         with self._lock:
             return self._loads.pop(task_id, None)
+
+    def cancel(self, keys: Sequence[ObjectKey]) -> None:
+        """Fail loads of some keys, but for those under way: whoever waited has given up."""
+        for shard, positions in self._by_shard(keys).items():
+            shard.cancel({self._redis_key(keys[position]) for position in positions})
 
     def delete(self, keys: list[ObjectKey]) -> None:
         """Delete keys and wait for it; a server that is away keeps its keys until they expire."""
@@ -281,6 +301,31 @@ class TailReplayRedisL2(L2AdapterInterface):  # type: ignore[misc]  # untyped ba
             self._loads[task_id] = bitmap
         self._load_event.notify()
 
+    def _found(
+        self, task: _Task, positions: Sequence[int]
+    ) -> Callable[[Sequence[bool] | None], None]:
+        def done(found: Sequence[bool] | None) -> None:
+            why = Miss.AWAY if found is None else Miss.ABSENT
+            found = found or [False] * len(positions)
+            missed = [task.keys[p] for p, there in zip(positions, found, strict=True) if not there]
+            self._notify_missed(missed, why)
+            task.answer(positions, found)
+
+        return done
+
+    def _loaded(self, task: _Task, position: int) -> Callable[[Outcome], None]:
+        def done(outcome: Outcome) -> None:
+            if outcome in _MISS_OF:
+                self._notify_missed([task.keys[position]], _MISS_OF[outcome])
+            task.answer([position], [outcome is Outcome.LOADED])
+
+        return done
+
+    def _notify_missed(self, keys: list[ObjectKey], why: Miss) -> None:
+        for listener in self._listeners if keys else ():
+            if isinstance(listener, WriteBackListener):
+                listener.on_l2_keys_missed(keys, why)
+
     def _by_shard(self, keys: Sequence[ObjectKey]) -> dict[RedisShard, list[int]]:
         """Group the positions of keys by the shard that has them."""
         positions: dict[RedisShard, list[int]] = {}
@@ -310,10 +355,6 @@ def _answer_one(task: _Task, position: int) -> Callable[[bool], None]:
 
 def _answer_all(task: _Task, positions: Sequence[int]) -> Callable[[bool], None]:
     return lambda success: task.answer(positions, [success] * len(positions))
-
-
-def _answer_many(task: _Task, positions: Sequence[int]) -> Callable[[Sequence[bool]], None]:
-    return lambda successes: task.answer(positions, successes)
 
 
 register_l2_adapter_type(ADAPTER_TYPE, TailReplayRedisL2Config)

@@ -8,13 +8,12 @@ so that no later command can read the rest of it; the next command connects anew
 from __future__ import annotations
 
 import contextlib
-import io
-import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from urllib.parse import unquote, urlsplit
+from typing import NamedTuple
 
-_MAX_LINE_BYTES = 64 << 10
+from tailreplay.store.redis_endpoint import RedisEndpoint
+from tailreplay.store.resp_stream import Between, CutOff, RespStream
+
 _MAX_BULK_BYTES = 1 << 20
 """Longest value that `call` returns, and that `get_into` reads away when it does not fit."""
 _PIPELINE_COMMANDS = 256
@@ -41,43 +40,16 @@ class RespError(Exception):
         self.timed_out = timed_out
 
 
-@dataclass(frozen=True, slots=True)
-class RedisEndpoint:
-    """Where a Redis server listens, and how to log in.
+class Value(NamedTuple):
+    """A value to be read.
 
     Attributes:
-        address: (host, port), or the path of a Unix socket.
-        username: for AUTH; empty for the default user.
-        password: for AUTH; empty for none.
+        key: its key.
+        parts: writable memory of exactly its length in all.
     """
 
-    address: tuple[str, int] | str
-    username: str = field(default="", repr=False)
-    password: str = field(default="", repr=False)
-
-    @classmethod
-    def parse(cls, url: str) -> RedisEndpoint:
-        """Read `redis://[[user]:password@]host[:port]` or `unix://[[user]:password@]/path`.
-
-        Raises:
-            ValueError: the URL is neither; the message leaves the password out.
-        """
-        parts = urlsplit(url)
-        user, password = unquote(parts.username or ""), unquote(parts.password or "")
-        if parts.scheme == "unix" and parts.path and not parts.hostname:
-            return cls(unquote(parts.path), user, password)
-        if parts.scheme == "redis" and parts.hostname and parts.path in ("", "/", "/0"):
-            return cls((parts.hostname, parts.port or 6379), user, password)
-        raise ValueError(
-            f"Redis URL with scheme {parts.scheme!r}, host {parts.hostname!r}, path "
-            f"{parts.path!r}: wanted redis://[user:password@]host:port or unix:///path"
-        )
-
-    def __str__(self) -> str:
-        """Name the server without its password."""
-        if isinstance(self.address, str):
-            return f"unix://{self.address}"
-        return "redis://{}:{}".format(*self.address)
+    key: bytes
+    parts: Sequence[memoryview]
 
 
 class RespConnection:
@@ -95,13 +67,12 @@ class RespConnection:
         self.endpoint = endpoint
         self._connect_timeout_s = connect_timeout_s
         self._read_timeout_s = read_timeout_s
-        self._socket: socket.socket | None = None
-        self._replies: io.BufferedReader | None = None
+        self._stream: RespStream | None = None
 
     @property
     def is_open(self) -> bool:
         """Whether a connection stands, as far as is known without using it."""
-        return self._socket is not None
+        return self._stream is not None
 
     def connect(self) -> None:
         """Connect, log in and see that the server serves; nothing when that is done already.
@@ -109,18 +80,19 @@ class RespConnection:
         Raises:
             RespError: it could not; the connection is closed.
         """
-        if self._socket is not None:
+        if self._stream is not None:
             return
         try:
-            self._socket = _open_socket(self.endpoint, self._connect_timeout_s)
+            sock = self.endpoint.open_socket(self._connect_timeout_s)
         except OSError as error:
             raise self._broken("connect", error) from error
-        self._socket.settimeout(self._read_timeout_s)
-        self._replies = self._socket.makefile("rb")
+        self._stream = RespStream(sock, self._read_timeout_s)
         try:
             if self.endpoint.password:
                 user = [self.endpoint.username] if self.endpoint.username else []
                 self.call(b"AUTH", *(word.encode() for word in [*user, self.endpoint.password]))
+            if self.endpoint.database:
+                self.call(b"SELECT", b"%d" % self.endpoint.database)
             self.call(b"PING")
         except RespError as error:
             self.close()
@@ -129,17 +101,16 @@ class RespConnection:
 
     def close(self) -> None:
         """Close the connection; the next command opens another."""
-        for part in (self._replies, self._socket):
-            if part is not None:
-                with contextlib.suppress(OSError):
-                    part.close()
-        self._socket = self._replies = None
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()
 
     def abort(self) -> None:
         """Make a command that waits in another thread fail now."""
-        if (sock := self._socket) is not None:
+        if (stream := self._stream) is not None:
             with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+                stream.abort()
 
     def call(self, *words: bytes) -> Reply:
         """Send one command and return its reply.
@@ -186,23 +157,51 @@ class RespConnection:
             RespError: the value is no string (code WRONGTYPE), or the connection failed, and
                 `parts` may hold a piece of it.
         """
-        self._send([_command((b"GET", key))])
-        length = self._bulk_length(self._line())
-        if length is None:
-            return None
-        if length == sum(map(len, parts)):
-            for part in parts:
-                self._read_into(part)
-            self._expect_crlf()
-        elif length <= _MAX_BULK_BYTES:
-            self._read(length)
-            self._expect_crlf()
-        else:
-            self.close()
-        return length
+        (result,) = self.get_many([Value(key, parts)])
+        if isinstance(result, RespError):
+            raise result
+        return result
 
-    def set(self, key: bytes, parts: Sequence[memoryview], *, ttl_ms: int) -> None:
+    def get_many(
+        self, values: Sequence[Value], between: Between | None = None
+    ) -> list[int | RespError | None]:
+        """Read values into the caller's memory, all asked for at once.
+
+        Args:
+            values: what to read.
+            between: called between the steps of a long transfer.
+
+        Returns:
+            One entry per value, as of `get_into`; an error reply is an entry too.
+
+        Raises:
+            RespError: the connection failed, and any of `parts` may hold anything.
+        """
+        results: list[int | RespError | None] = []
+        while len(results) < len(values):
+            rest = values[len(results) :]
+            self._send([_command((b"GET", value.key)) for value in rest])
+            for value in rest:
+                results.append(self._value_into(value.parts, between))
+                if self._stream is None:
+                    break  # closed over a value too long to be read away
+        return results
+
+    def set(
+        self,
+        key: bytes,
+        parts: Sequence[memoryview],
+        *,
+        ttl_ms: int,
+        between: Between | None = None,
+    ) -> None:
         """Store the concatenation of `parts`, to expire after `ttl_ms`.
+
+        Args:
+            key: the key.
+            parts: the value.
+            ttl_ms: its life.
+            between: called between the steps of a long transfer.
 
         Raises:
             RespError: the server refused (code OOM when its memory is full), or the connection
@@ -211,23 +210,38 @@ class RespConnection:
         length = sum(map(len, parts))
         head = b"*5\r\n" + _bulk(b"SET") + _bulk(key) + b"$%d\r\n" % length
         tail = b"\r\n" + _bulk(b"PX") + _bulk(b"%d" % ttl_ms)
-        self._send([head, *parts, tail])
+        self._send([head, *parts, tail], between)
         if (reply := self._reply()) != "OK":
             raise self._desync(f"SET answered {reply!r}")
 
-    def _send(self, parts: Sequence[bytes | memoryview]) -> None:
+    def _send(self, parts: Sequence[bytes | memoryview], between: Between | None = None) -> None:
         self.connect()
-        assert self._socket is not None
-        unsent = [memoryview(part) for part in parts]
         try:
-            while unsent:
-                sent = self._socket.sendmsg(unsent)
-                while unsent and sent >= len(unsent[0]):
-                    sent -= len(unsent.pop(0))
-                if sent:
-                    unsent[0] = unsent[0][sent:]
+            self._open_stream().send(parts, between)
         except OSError as error:
             raise self._broken("send", error) from error
+
+    def _value_into(
+        self, parts: Sequence[memoryview], between: Between | None
+    ) -> int | RespError | None:
+        try:
+            length = self._bulk_length(self._line())
+        except RespError as error:
+            if error.closed:
+                raise
+            return error
+        if length is None:
+            return None
+        if length == sum(map(len, parts)):
+            for part in parts:
+                self._read_into(part, between)
+            self._expect_crlf()
+        elif length <= _MAX_BULK_BYTES:
+            self._read(length)
+            self._expect_crlf()
+        else:
+            self.close()
+        return length
 
     def _reply(self, depth: int = 0) -> Reply:
         line = self._line()
@@ -284,62 +298,46 @@ class RespConnection:
 
     def _line(self) -> bytes:
         try:
-            line = self._stream().readline(_MAX_LINE_BYTES)
+            return self._open_stream().line()
+        except CutOff as error:
+            raise self._cut_off("line", error) from error
         except OSError as error:
             raise self._broken("read", error) from error
-        if line[-2:] != b"\r\n":
-            raise self._cut_off("line", len(line))
-        return line[:-2]
 
     def _read(self, length: int) -> bytes:
         value = bytearray(length)
         self._read_into(memoryview(value))
         return bytes(value)
 
-    def _read_into(self, part: memoryview) -> None:
+    def _read_into(self, part: memoryview, between: Between | None = None) -> None:
         try:
-            got = self._stream().readinto(part)
+            self._open_stream().read_into(part, between)
+        except CutOff as error:
+            raise self._cut_off("value", error) from error
         except OSError as error:
             raise self._broken("read", error) from error
-        if got != len(part):
-            raise self._cut_off("value", got)
 
     def _expect_crlf(self) -> None:
         if (end := self._read(2)) != b"\r\n":
             raise self._desync(f"value ends in {end!r}")
 
-    def _stream(self) -> io.BufferedReader:
-        if self._replies is None:
+    def _open_stream(self) -> RespStream:
+        if self._stream is None:
             raise RespError(f"{self.endpoint}: closed while a reply was due")
-        return self._replies
+        return self._stream
 
     def _broken(self, doing: str, error: OSError) -> RespError:
         self.close()
         timed_out = isinstance(error, TimeoutError)
         return RespError(f"{self.endpoint}: {doing}: {error}", timed_out=timed_out)
 
-    def _cut_off(self, what: str, got_bytes: int) -> RespError:
+    def _cut_off(self, what: str, error: CutOff) -> RespError:
         self.close()
-        return RespError(f"{self.endpoint}: {what} cut off after {got_bytes} bytes")
+        return RespError(f"{self.endpoint}: {what} {error}")
 
     def _desync(self, message: str) -> RespError:
         self.close()
         return RespError(f"{self.endpoint}: {message}")
-
-
-def _open_socket(endpoint: RedisEndpoint, timeout_s: float) -> socket.socket:
-    if isinstance(endpoint.address, tuple):
-        sock = socket.create_connection(endpoint.address, timeout=timeout_s)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return sock
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.settimeout(timeout_s)
-        sock.connect(endpoint.address)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
 
 
 def _bulk(word: bytes) -> bytes:

@@ -10,6 +10,7 @@ import enum
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lmcache.v1.distributed.api import ObjectKey
@@ -26,10 +27,12 @@ from tailreplay.store.lmcache_l1 import (
     touch,
 )
 from tailreplay.store.loader import Loader
+from tailreplay.store.misses import Miss
 from tailreplay.store.objects import ObjectName
 from tailreplay.store.pins import PinBooks, Pinned, Source
 from tailreplay.store.redis_l2 import TailReplayRedisL2Config, WriteBackListener
 from tailreplay.store.shm_pool import ShmPool
+from tailreplay.store.urgent_gate import UrgentGate
 from tailreplay.store.write_back import WriteBack
 
 _WRITE_TAG = "tailreplay"
@@ -51,10 +54,10 @@ class Tiers:
     Args:
         pool_bytes: wanted size of the CPU pool; it becomes smaller where /dev/shm is small.
         identity: what tells this store from others on the machine.
-        redis_url: `redis://[user:password@]host:port` or `unix:///path`; None for no Redis.
+        redis: fields of `TailReplayRedisL2Config.from_dict`; None for no Redis.
         on_redis_stored: called on a background thread once objects are in Redis.
         on_redis_failed: called there for objects that will not get to Redis.
-        redis_options: further fields of `TailReplayRedisL2Config.from_dict`.
+        gate: what is urgent passes first; urgent loads from Redis hold it by themselves.
 
     Raises:
         StoreUnavailable: a store with this identity is running.
@@ -66,15 +69,15 @@ class Tiers:
         *,
         pool_bytes: int,
         identity: str,
-        redis_url: str | None,
+        redis: Mapping[str, object] | None,
         on_redis_stored: Callable[[Sequence[ObjectName]], None],
         on_redis_failed: Callable[[Sequence[ObjectName]], None],
-        redis_options: Mapping[str, object] | None = None,
+        gate: UrgentGate | None = None,
     ) -> None:
-        redis = []
-        if redis_url is not None:
-            options = {"url": redis_url, **(redis_options or {})}
-            redis.append(TailReplayRedisL2Config.from_dict(options))
+        self.gate = gate or UrgentGate()
+        adapters = []
+        if redis is not None:
+            adapters.append(replace(TailReplayRedisL2Config.from_dict(redis), gate=self.gate))
         with contextlib.ExitStack() as undo:
             self._shm = ShmPool(identity)
             undo.callback(self._shm.close)
@@ -83,7 +86,7 @@ class Tiers:
             )
             undo.callback(self._l1.close)
             touch(self._l1)
-            self._manager = construct_manager(self._l1, redis)
+            self._manager = construct_manager(self._l1, adapters)
             undo.pop_all()
         self._pins = PinBooks()
         self._loader = Loader(self._l1, self._manager, self._pool_bytes)
@@ -91,7 +94,7 @@ class Tiers:
         self._lock = threading.Lock()
         self._doomed: set[ObjectKey] = set()
         self._closed = False
-        self._redis = self._manager.l2_adapters()[0][1] if redis else None
+        self._redis = self._manager.l2_adapters()[0][1] if adapters else None
         self._write_back = WriteBack[ObjectKey](
             on_stored=lambda keys: on_redis_stored([object_name(key) for key in keys]),
             on_failed=lambda keys: on_redis_failed([object_name(key) for key in keys]),
@@ -328,6 +331,8 @@ class _Listener(WriteBackListener):
 
     def on_l2_keys_failed(self, keys: list[ObjectKey]) -> None:
         self._write_back.failed(keys)
+
+    def on_l2_keys_missed(self, keys: list[ObjectKey], why: Miss) -> None: ...
 
     def on_l2_keys_accessed(self, keys: list[ObjectKey]) -> None: ...
 

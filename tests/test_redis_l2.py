@@ -4,16 +4,19 @@ import hashlib
 import select
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from lmcache.v1.distributed.api import ObjectKey
 from waiting import until
 
+from tailreplay.store.misses import Miss
 from tailreplay.store.objects import Kind
+from tailreplay.store.redis_endpoint import RedisEndpoint
 from tailreplay.store.redis_envelope import ENVELOPE_BYTES, is_intact, seal
 from tailreplay.store.redis_l2 import TailReplayRedisL2, TailReplayRedisL2Config, WriteBackListener
-from tailreplay.store.resp import RedisEndpoint, RespConnection
+from tailreplay.store.resp import RespConnection
+from tailreplay.store.urgent_gate import UrgentGate
 
 LIMIT_S = 20
 FAST = {"connect_timeout_s": 0.2, "read_timeout_s": 0.3}
@@ -43,12 +46,16 @@ def payload_of(key: ObjectKey, size: int) -> bytes:
 class Listener(WriteBackListener):
     stored: list[tuple[ObjectKey, int]] = field(default_factory=list)
     failed: list[ObjectKey] = field(default_factory=list)
+    missed: list[tuple[ObjectKey, Miss]] = field(default_factory=list)
 
     def on_l2_keys_stored(self, keys, sizes):
         self.stored += zip(keys, sizes, strict=True)
 
     def on_l2_keys_failed(self, keys):
         self.failed += keys
+
+    def on_l2_keys_missed(self, keys, why):
+        self.missed += [(key, why) for key in keys]
 
     def on_l2_keys_accessed(self, keys): ...
 
@@ -65,8 +72,9 @@ def wait_for(fd: int, poll, limit_s: float = LIMIT_S):
 class Driver:
     """Uses an adapter as LMCache's controllers do."""
 
-    def __init__(self, *urls: str, **options) -> None:
-        self.adapter = TailReplayRedisL2({"urls": list(urls), **options})
+    def __init__(self, *urls: str, gate: UrgentGate | None = None, **options) -> None:
+        config = TailReplayRedisL2Config.from_dict({"urls": list(urls), **options})
+        self.adapter = TailReplayRedisL2(replace(config, gate=gate or UrgentGate()))
         self.listener = Listener()
         self.adapter.register_listener(self.listener)
 
@@ -248,6 +256,24 @@ def test_a_full_redis_refuses_stores_and_still_serves(driver, redis):
     assert driver.status("is_healthy")
 
 
+def test_listeners_hear_why_an_object_did_not_come(driver, redis, redis_server):
+    driver.store((key_of(1), 1000))
+    flip_a_bit(redis, only_key(redis))
+    driver.lookup([key_of(0)])
+    driver.load((key_of(0), 1000))
+    driver.load((key_of(1), 1000))
+    redis_server.kill()
+    driver.load((key_of(1), 1000))
+    driver.lookup([key_of(1)])
+    assert driver.listener.missed == [
+        (key_of(0), Miss.ABSENT),
+        (key_of(0), Miss.ABSENT),
+        (key_of(1), Miss.DAMAGED),
+        (key_of(1), Miss.AWAY),
+        (key_of(1), Miss.AWAY),
+    ]
+
+
 def test_a_killed_redis_fails_at_once_and_its_return_is_noticed(open_driver, start_redis):
     server = start_redis(persistent=True)
     driver = open_driver(server.url)
@@ -339,6 +365,47 @@ def test_urgent_loads_pass_bulk_loads_which_pass_stores(open_driver, redis_serve
         for words in seen
     ]
     assert order == ["store", *["urgent"] * 6, *["load"] * 3, "store"]
+
+
+def test_bulk_gives_way_between_steps_to_what_is_urgent(redis_server):
+    gate = UrgentGate(hold_s=3600)
+    driver = Driver(redis_server.url, gate=gate)
+    bulk, urgent = key_of(1), key_of(2, Kind.HIDDEN)
+    driver.store((bulk, 8 << 20), (urgent, 8 << 20))
+    with gate.urgent():
+        waiting = driver.adapter.submit_load_task([bulk], [Memory(bytes(8 << 20))])
+        storing = driver.adapter.submit_store_task([key_of(3)], [Memory(b"x")])
+        assert driver.load((urgent, 8 << 20)) == [True]
+        assert driver.lookup([bulk]) == [True]
+        assert driver.adapter.query_load_result(waiting) is None
+        assert driver.adapter.pop_completed_store_tasks() == {}
+    adapter = driver.adapter
+    assert wait_for(
+        adapter.get_load_event_fd(), lambda: adapter.query_load_result(waiting)
+    ).popcount()
+    assert storing in wait_for(adapter.get_store_event_fd(), adapter.pop_completed_store_tasks)
+    adapter.close()
+
+
+def test_loads_that_nobody_waits_for_are_taken_back(open_driver, redis_server):
+    driver = open_driver(redis_server.url, workers=1)
+    driver.store((key_of(1), 10), (key_of(2), 10))
+    redis_server.pause()
+    adapter = driver.adapter
+    adapter.submit_store_task([key_of(9)], [Memory(b"x" * 10)])
+    driver.until(lambda status: not status["shards"][0]["queued"])  # the one worker has it
+    first = adapter.submit_load_task([key_of(1), key_of(2)], [Memory(bytes(10))] * 2)
+    other = adapter.submit_load_task([key_of(2)], [Memory(bytes(10))])
+    adapter.cancel([key_of(1)])
+    assert driver.listener.missed == [(key_of(1), Miss.LATE)]
+    redis_server.resume()
+    for task, came in ((first, [2]), (other, [2])):
+        bitmap = wait_for(
+            adapter.get_load_event_fd(), lambda task=task: adapter.query_load_result(task)
+        )
+        keys = [key_of(1), key_of(2)] if task == first else [key_of(2)]
+        assert bitmap.gather(keys) == [key_of(i) for i in came]
+    assert (driver.status("loads"), driver.status("cancelled")) == (3, 1)
 
 
 def test_lookups_pass_everything(open_driver, redis_server):

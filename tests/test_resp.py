@@ -6,7 +6,8 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from tailreplay.store.resp import RedisEndpoint, RespConnection, RespError
+from tailreplay.store.redis_endpoint import RedisEndpoint, RedisLogin, RedisTls
+from tailreplay.store.resp import RespConnection, RespError, Value
 
 MIB = 1 << 20
 
@@ -61,8 +62,20 @@ def test_endpoints_are_read_from_urls_and_hide_their_password(url, address, user
     assert "cret" not in f"{endpoint} {endpoint!r}"
 
 
+def test_what_a_url_leaves_out_comes_from_elsewhere():
+    tls = RedisTls("ca.pem", "cert.pem", "key.pem")
+    login = RedisLogin("me", "secret", tls)
+    assert RedisEndpoint.parse("rediss://cache/3", login) == RedisEndpoint(
+        ("cache", 6379), "me", "secret", 3, tls
+    )
+    plain = RedisEndpoint.parse("redis://you:other@cache", login)
+    assert (plain.username, plain.password, plain.tls) == ("you", "other", None)
+    assert "secret" not in repr(login)
+    assert str(RedisEndpoint.parse("rediss://cache/3")) == "rediss://cache:6379/3"
+
+
 @pytest.mark.parametrize(
-    "url", ["rediss://u:secret@h", "redis://u:secret@h/3", "redis://", "unix://", "h:6379", ""]
+    "url", ["http://u:secret@h", "redis://u:secret@h/x", "redis://", "unix://", "h:6379", ""]
 )
 def test_other_urls_are_refused_without_their_password(url):
     with pytest.raises(ValueError, match="wanted redis://") as refused:
@@ -108,6 +121,33 @@ def test_pipelines_longer_than_any_buffer_answer_in_order(redis):
     assert redis.exists(keys) == [True, False] * 1500
     assert redis.delete(keys) == 1500
     assert not any(redis.exists(keys))
+
+
+@pytest.mark.redis
+def test_values_asked_for_together_come_in_order_whatever_one_of_them_is(redis):
+    """One is absent, one of another type, one too short, and one too long to be read away."""
+    bodies = [bytearray(10) for _ in range(6)]
+    keys = [b"key-%d" % i for i in range(6)]
+    values = [bytes([i]) * 10 for i in range(6)]
+    redis.pipeline([(b"SET", *item) for item in zip(keys, values, strict=True)])
+    redis.pipeline([(b"DEL", keys[0]), (b"DEL", keys[1]), (b"LPUSH", keys[1], b"x")])
+    redis.pipeline([(b"SET", keys[2], b"short"), (b"SETRANGE", keys[3], b"%d" % (3 * MIB), b"x")])
+    steps = []
+    parts = [Value(key, [memoryview(body)]) for key, body in zip(keys, bodies, strict=True)]
+    answers = redis.get_many(parts, lambda: steps.append(1))
+    assert [getattr(a, "code", a) for a in answers] == [
+        None,
+        "WRONGTYPE",
+        5,
+        3 * MIB + 1,
+        10,
+        10,
+    ]
+    assert bodies[4:] == values[4:]
+    assert not steps
+    redis.call(b"SET", keys[0], bytes(3 * MIB))
+    redis.get_many([Value(keys[0], [memoryview(bytearray(3 * MIB))])], lambda: steps.append(1))
+    assert len(steps) >= 2
 
 
 @pytest.mark.redis

@@ -49,7 +49,7 @@ def test_a_pool_larger_than_shared_memory_shrinks_with_one_warning_and_can_be_fi
         from tailreplay.store.tiers import PutOutcome, Tiers
 
         tiers = Tiers(
-            pool_bytes=1 << 30, identity="small", redis_url=None,
+            pool_bytes=1 << 30, identity="small", redis=None,
             on_redis_stored=print, on_redis_failed=print,
         )
         def fill(memory):

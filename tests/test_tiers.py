@@ -21,7 +21,8 @@ from waiting import until
 from tailreplay.store.errors import StoreUnavailable
 from tailreplay.store.objects import Kind, ObjectName
 from tailreplay.store.pins import Pinned
-from tailreplay.store.resp import RedisEndpoint, RespConnection
+from tailreplay.store.redis_endpoint import RedisEndpoint
+from tailreplay.store.resp import RespConnection
 from tailreplay.store.shm_pool import pool_name
 from tailreplay.store.tiers import PutOutcome, Tiers
 
@@ -82,10 +83,9 @@ def open_tiers(closer: ThreadPoolExecutor, outcomes: Outcomes) -> Iterator[OpenT
             Tiers(
                 pool_bytes=pool_bytes,
                 identity=identity or f"test-{os.getpid()}-{random.random()}-{next(numbers)}",
-                redis_url=redis_url,
+                redis=redis_url and {"url": redis_url, "read_timeout_s": 1.0},
                 on_redis_stored=lambda names: [outcomes.put(("stored", n)) for n in names],
                 on_redis_failed=lambda names: [outcomes.put(("failed", n)) for n in names],
-                redis_options={"read_timeout_s": 1.0},
             )
         )
         return opened[-1]
