@@ -11,37 +11,22 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tailreplay.store.chain import DIGEST_BYTES
 from tailreplay.store.errors import GeometryMismatch, StoreUnavailable
 from tailreplay.store.evictor import Evictor
-from tailreplay.store.index import Match, Node, Record, TokenIndex
+from tailreplay.store.index import Path, TokenIndex
 from tailreplay.store.manifest import Entry, Manifests, entry_of
-from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Kind, ObjectName, Provenance
+from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind, ObjectName, Provenance
+from tailreplay.store.record import Record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from tailreplay.store.chain import PrefixChain
     from tailreplay.store.geometry import Geometry
-    from tailreplay.store.index import Block
+    from tailreplay.store.index import Block, Match, Node
+    from tailreplay.store.prompt import Prompt
     from tailreplay.store.tiers import Tiers
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """A token sequence whose objects are being stored.
-
-    Attributes:
-        namespace: 32 bytes.
-        digests: running digests of all its tokens.
-        chain: names of its prefixes.
-    """
-
-    namespace: bytes
-    digests: bytes
-    chain: PrefixChain
 
 
 @dataclass(slots=True)
@@ -51,7 +36,7 @@ class _Pending:
     size: int
     written: bool = False
     record: Record | None = None
-    home: Node | None = None
+    home: Block | None = None
 
 
 class Catalog:
@@ -79,11 +64,11 @@ class Catalog:
         """Names the tiers to evict from; they need this catalog's callbacks when they are made."""
         self._tiers = tiers
 
-    def match(self, namespace: bytes, digests: bytes) -> Match:
+    def match(self, prompt: Prompt) -> Match:
         """Longest stored prefix; counts it."""
+        queried = len(prompt)
         with self._lock:
-            found = self._index.match(namespace, digests)
-            queried = len(digests) // DIGEST_BYTES
+            found = self._index.match(prompt)
             self._counts["lookups"] += 1
             self._counts["hits" if found.matched_tokens else "misses"] += 1
             self._counts["queried_tokens"] += queried
@@ -91,24 +76,24 @@ class Catalog:
             self._counts["unmatched_tokens"] += queried - found.matched_tokens
         return found
 
-    def path(self, namespace: bytes, leaf: bytes) -> tuple[Node, ...]:
-        """Blocks from the first to the one named `leaf`; empty when it is not known."""
+    def path(self, namespace: bytes, leaf: bytes) -> Path:
+        """Objects of the blocks from the first to the one named `leaf`; empty if not known."""
         with self._lock:
             return self._index.path_to(namespace, leaf)
 
     def record(self, name: ObjectName) -> Record | None:
-        """The record of an object whose payload exists in some tier."""
+        """The record of a `kv` object or checkpoint whose payload exists in some tier."""
         with self._lock:
             record = self._index.record(name)
         return record if record is not None and record.exists else None
 
-    def claim(self, name: ObjectName, size: int) -> bool:
+    def claim(self, prompt: Prompt, name: ObjectName, end_token: int, size: int) -> bool:
         """Claims an object for the caller to put; False when it exists or another put brings it.
 
         A claim ends with `admit` or `unclaim`.
         """
         with self._lock:
-            record = self._index.record(name)
+            record = self._index.find(prompt, name.kind, end_token)
             if (record is not None and record.exists) or name in self._claims:
                 return False
             self._claims.add(name)
@@ -136,7 +121,7 @@ class Catalog:
 
     def admit(
         self,
-        prefix: Prefix,
+        prompt: Prompt,
         name: ObjectName,
         end_token: int,
         size: int,
@@ -145,7 +130,7 @@ class Catalog:
     ) -> None:
         """Lists an object that is now in the CPU tier, and commits it in Redis if it is there."""
         with self._lock:
-            record, home = self._locate(prefix, name, end_token)
+            record, home = self._locate(prompt, name.kind, end_token)
             record.size, record.provenance = size, provenance
             record.tail_figures = tail_figures
             self._place(record, in_cpu=True)
@@ -155,14 +140,14 @@ class Catalog:
             self._supersede(record)
             pending = self._pending.get(name)
             if pending is not None:
-                pending.record, pending.home = record, home
+                pending.record, pending.home = record, self._index.block(prompt, home)
         if pending is not None and pending.written:
             self._commit([name])
 
     def loaded(self, records: Sequence[Record]) -> None:
         """Notes that objects are in the CPU tier now."""
         with self._lock:
-            known = [r for r in records if self._index.record(r.name) is r]
+            known = [r for r in records if r.is_listed]
             for record in known:
                 self._place(record, in_cpu=True)
             self._evictor.use(known)
@@ -172,7 +157,7 @@ class Catalog:
         with self._lock:
             for record in records:
                 self._place(record, in_cpu=False)
-                if record.in_redis and self._index.record(record.name) is record:
+                if record.in_redis:
                     self._evictor.use([record])
                 else:
                     self._evictor.forget(record)
@@ -181,18 +166,19 @@ class Catalog:
     def used(self, records: Iterable[Record]) -> None:
         """Notes that objects of one prefix were used together; its late ones will go first."""
         with self._lock:
-            self._evictor.use([r for r in records if r.in_cpu and self._index.record(r.name) is r])
+            self._evictor.use([r for r in records if r.in_cpu])
 
-    def used_prefix(self, prefix: Prefix) -> None:
-        """As `used`, of everything that a prefix has."""
+    def used_prefix(self, prompt: Prompt) -> None:
+        """As `used`, of everything that a prompt has."""
         with self._lock:
-            found = self._index.match(prefix.namespace, prefix.digests)
-        self.used([*found.checkpoints, *records_on(found.path, Kind.HIDDEN, Kind.KV)])
+            found = self._index.match(prompt)
+            path = self._index.snapshot(found.rows)
+        self.used([*found.checkpoints, *records_on(path, Kind.HIDDEN, Kind.KV)])
 
     def lost(self, record: Record) -> None:
         """Forgets an object that is in no tier any more, or must not be used again."""
         with self._lock:
-            entries = [self._manifest_of(record, node) for node in record.nodes]
+            homes = [node.prefix_hash for node in self._index.homes(record)]
             was_in_redis = record.in_redis
             self._place(record, in_cpu=False, in_redis=False)
             self._pending.pop(record.name, None)
@@ -200,7 +186,9 @@ class Catalog:
             self._index.prune(record)
         if was_in_redis and self._manifests is not None:
             try:
-                self._manifests.forget([(block, entry.field) for block, entry in entries])
+                field = entry_of(record).field
+                space = record.name.namespace
+                self._manifests.forget((space, home, field) for home in homes)
             except StoreUnavailable as error:
                 logger.debug("a manifest field outlives its payload: %s", error)
 
@@ -303,29 +291,21 @@ class Catalog:
             self._objects[tier, record.name.kind] += step
             self._sizes[tier, record.name.kind] += step * record.size
 
-    def _locate(self, prefix: Prefix, name: ObjectName, end_token: int) -> tuple[Record, Node]:
+    def _locate(self, prompt: Prompt, kind: Kind, end_token: int) -> tuple[Record, Node]:
         """An object's record, and the block whose manifest speaks of it."""
-        total = len(prefix.digests) // DIGEST_BYTES
-        block = (end_token - 1) // KV_BLOCK_TOKENS
-        if name.kind is Kind.CHECKPOINT:
-            parent = self._walk(prefix, block * KV_BLOCK_TOKENS)
-            digest = prefix.digests[(end_token - 1) * DIGEST_BYTES : end_token * DIGEST_BYTES]
-            return self._index.checkpoint(parent, name, end_token, digest), parent
-        node = self._walk(prefix, min((block + 1) * KV_BLOCK_TOKENS, total))
-        if name.kind is Kind.KV and node.kv is not None:
-            return node.kv, node
-        return node.hidden[(end_token - 1) % KV_BLOCK_TOKENS // PAGE_TOKENS], node
-
-    def _walk(self, prefix: Prefix, end_token: int) -> Node:
-        digests = prefix.digests[: end_token * DIGEST_BYTES]
-        return self._index.insert(prefix.namespace, digests, prefix.chain.prefix_hash)
+        if kind is Kind.CHECKPOINT:
+            record = self._index.checkpoint_of(prompt, end_token)
+            return record, self._index.homes(record)[0]
+        first = (end_token - 1) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
+        node = self._index.insert(prompt, min(first + KV_BLOCK_TOKENS, len(prompt)))
+        records = [node.kv] if kind is Kind.KV else node.hidden
+        return next(r for r in records if r is not None and r.end_token == end_token), node
 
     def _supersede(self, record: Record) -> None:
         """Makes the partial block that a longer sibling extends the next to be evicted."""
         if record.name.kind is Kind.CHECKPOINT:
             return
-        shorter = self._index.extended_by(record.nodes[0])
-        for old in records_on([shorter] if shorter is not None else [], record.name.kind):
+        for old in records_on(self._index.extended_by(record), record.name.kind):
             if old.first_token == record.first_token and old.rows < record.rows:
                 self._evictor.demote(old)
 
@@ -341,9 +321,6 @@ class Catalog:
                     self._index.prune(record)
         return [record for record, here in zip(victims, resident, strict=True) if here]
 
-    def _manifest_of(self, record: Record, home: Node) -> tuple[Block, Entry]:
-        return self._index.block(record.name.namespace, home), entry_of(record)
-
     def _commit(self, names: Sequence[ObjectName]) -> None:
         """Writes the manifests of admitted objects whose payload is in Redis; takes the lock."""
         if not names or self._manifests is None:
@@ -351,7 +328,7 @@ class Catalog:
         with self._lock:
             waiting = [(n, p) for n in names if (p := self._pending.get(n)) is not None]
             entries = [
-                self._manifest_of(p.record, p.home)
+                (p.home, entry_of(p.record))
                 for _, p in waiting
                 if p.record is not None and p.home is not None
             ]
@@ -385,15 +362,15 @@ class Catalog:
         if entry.kind is Kind.KV:
             return node.kv
         if entry.kind is Kind.HIDDEN:
-            return node.hidden[entry.page] if entry.page < len(node.hidden) else None
+            hidden = node.hidden
+            return hidden[entry.page] if entry.page < len(hidden) else None
         name = ObjectName(block.namespace, Kind.CHECKPOINT, entry.state_hash)
         return self._index.checkpoint(node, name, entry.end_token, entry.state_digest)
 
 
-def records_on(path: Iterable[Node], *kinds: Kind) -> Iterator[Record]:
+def records_on(path: Path, *kinds: Kind) -> Iterator[Record]:
     """Records of payload along a path, ascending by token for each kind."""
-    for node in path:
-        if Kind.HIDDEN in kinds:
-            yield from node.hidden
-        if Kind.KV in kinds and node.kv is not None:
-            yield node.kv
+    if Kind.HIDDEN in kinds:
+        yield from path.hidden
+    if Kind.KV in kinds:
+        yield from path.kv

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import tokens as wire_tokens
-from tailreplay.store.catalog import Catalog, records_on
-from tailreplay.store.chain import digest_key, running_digests
+from tailreplay.store.catalog import Catalog
+from tailreplay.store.chain import digest_key
 from tailreplay.store.config import PAYLOAD_TTL_S
 from tailreplay.store.errors import InvalidRequest, StoreUnavailable
 from tailreplay.store.lane_wire import LaneRecord, RecordKind
@@ -20,6 +20,7 @@ from tailreplay.store.leases import Lease, Leases
 from tailreplay.store.manifest import Manifests
 from tailreplay.store.namespace import NAMESPACE_BYTES
 from tailreplay.store.objects import Kind
+from tailreplay.store.prompt import Prompt
 from tailreplay.store.reader import Frame, Reader
 from tailreplay.store.tiers import Tiers
 from tailreplay.store.urgent_gate import UrgentGate
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
 
     from tailreplay.store.config import StoreConfig
-    from tailreplay.store.index import Match, Record
+    from tailreplay.store.index import Run
+    from tailreplay.store.record import Record
 
 logger = logging.getLogger(__name__)
 
@@ -97,12 +99,11 @@ class Store:
         """
         _check_namespace(request.namespace)
         tokens = wire_tokens.from_wire(request.tokens)
-        digests = running_digests(digest_key(request.namespace), tokens)
-        found = self.catalog.match(request.namespace, digests)
+        found = self.catalog.match(Prompt(request.namespace, tokens, digest_key(request.namespace)))
         return pb.MatchResponse(
             matched_tokens=found.matched_tokens,
-            leaf=found.path[-1].prefix_hash if found.path else b"",
-            runs=[*_runs(found, Kind.KV), *_runs(found, Kind.HIDDEN)],
+            leaf=found.leaf,
+            runs=[_run(run) for run in found.runs],
             checkpoints=[_checkpoint(record) for record in found.checkpoints],
             boot_id=self.boot_id,
         )
@@ -286,29 +287,15 @@ def _checked(frames: Iterable[pb.PutFrame]) -> Iterator[pb.PutFrame]:
         yield frame
 
 
-def _runs(found: Match, kind: Kind) -> list[pb.Run]:
-    """Run-length coding of what exists of a kind along the matched prefix."""
-    # Plain numbers until the end: a message's fields cost a hundred times as much to touch.
-    runs: list[tuple[int, int, pb.Tier.ValueType, int, bytes]] = []
-    for record in records_on(found.path, kind):
-        if not record.exists or record.first_token >= found.matched_tokens:
-            continue
-        tier = pb.TIER_CPU if record.in_cpu else pb.TIER_REDIS
-        first, end = record.first_token, min(record.end_token, found.matched_tokens)
-        if runs and runs[-1][1:4] == (first, tier, record.provenance):
-            first = runs.pop()[0]
-        runs.append((first, end, tier, record.provenance, record.tail_figures))
-    return [
-        pb.Run(
-            kind=pb.Kind.ValueType(kind),
-            tier=tier,
-            provenance=pb.Provenance.ValueType(provenance),
-            first_token=first,
-            end_token=end,
-            tail_figures=figures,
-        )
-        for first, end, tier, provenance, figures in runs
-    ]
+def _run(run: Run) -> pb.Run:
+    return pb.Run(
+        kind=pb.Kind.ValueType(run.kind),
+        tier=pb.TIER_CPU if run.in_cpu else pb.TIER_REDIS,
+        provenance=pb.Provenance.ValueType(run.provenance),
+        first_token=run.first_token,
+        end_token=run.end_token,
+        tail_figures=run.tail_figures,
+    )
 
 
 def _checkpoint(record: Record) -> pb.Checkpoint:

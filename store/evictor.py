@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from tailreplay.store.index import Record
+    from tailreplay.store.record import Record
 
 
 class Evictor:

@@ -1,188 +1,88 @@
 """The token index: the longest stored prefix of a request, at any token.
 
-A namespace is a tree of blocks of at most 256 tokens. The children of a block are kept sorted by
-their running digests, and the longest common prefix of a sequence with a sorted set is always with
-one of its two neighbours there; so a match costs O(log siblings) per level at any fan-out, and
-whole blocks on the way down are dictionary hits. The tree says what prefixes are known; each
-record in it says which payload of them exists, and where.
+A namespace is a tree of blocks of at most 256 tokens (`blocks.py`); the tree says what prefixes are
+known, and the objects of its blocks (`record.py`) say which payload of them exists, and where.
 
-Nothing here does I/O or locks: the store calls it under its own lock.
+A match must never be longer than the truth, so every token must be compared in full. Blocks that
+were stored here are kept by their tokens: 1 KiB, and equality is equality, at any token and with no
+digest to collide. Shorter digests would weigh as little (4 bytes) and be wrong once in 2**32
+comparisons; 64-bit ones (2 KiB) are what a block has that is known from Redis alone, where no
+tokens are, until a prompt that goes through it brings its tokens. Everything else is plain columns:
+a block with its five objects costs 1.6 KB, none of which a collection of garbage walks.
+
+Nothing here does I/O or locks: the store calls it under its own lock. What it gives out is a
+snapshot: records stay what they are, and block rows are of use under that lock alone.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import Counter
-from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-from tailreplay.store.chain import DIGEST_BYTES, common_tokens
+import numpy as np
+
+from tailreplay.store.blocks import NONE, PAGES, Blocks
+from tailreplay.store.chain import DIGEST_BYTES
 from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Kind, ObjectName, Provenance
+from tailreplay.store.record import APPROXIMATE, EXISTS, IN_CPU, Objects, Record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
-_BLOCK_BYTES = KV_BLOCK_TOKENS * DIGEST_BYTES
-_TIES = 8
-"""Siblings on each side that are looked at for one that shares as many tokens and has KV."""
+    import numpy.typing as npt
 
+    from tailreplay.store.prompt import Prompt
 
-@dataclass(eq=False, slots=True)
-class Record:
-    """One object the index knows.
-
-    Attributes:
-        name: its key in every tier.
-        first_token: position of its first row.
-        rows: rows it has.
-        size: bytes with header; 0 until it has been stored.
-        provenance: exact or approximate.
-        in_cpu: whether the CPU tier has it.
-        in_redis: whether Redis has it, manifest included.
-        nodes: the blocks that list it; siblings share the hidden pages they have in common. For a
-            checkpoint the block before the one in which its prefix ends.
-        digest: running digest of a checkpoint's last token; empty for other kinds.
-        tail_figures: of a hidden page, how long a tail must be that ends in it; may be empty.
-    """
-
-    name: ObjectName
-    first_token: int
-    rows: int
-    nodes: list[Node]
-    size: int = 0
-    provenance: Provenance = Provenance.EXACT
-    in_cpu: bool = False
-    in_redis: bool = False
-    digest: bytes = b""
-    tail_figures: bytes = b""
-
-    @property
-    def exists(self) -> bool:
-        """Whether any tier has it."""
-        return self.in_cpu or self.in_redis
-
-    @property
-    def end_token(self) -> int:
-        """One past its last row."""
-        return self.first_token + self.rows
+_FEW_STATES = 64
+"""Up to here checkpoints below a block are compared with a prompt one by one."""
 
 
-_digests: Callable[[Node], bytes] = attrgetter("digests")
-_NO_CHILDREN: list[Node] = []
-_NO_CHECKPOINTS: dict[bytes, Record] = {}
-
-
-@dataclass(eq=False, slots=True)
+@dataclass(frozen=True, slots=True)
 class Node:
-    """A block of the tree; the root has no tokens and no parent.
+    """A block of the tree, to be used under the store's lock alone.
 
     Attributes:
-        prefix_hash: name of the prefix that ends with this block.
-        first_token: position of the block's first token.
-        digests: running digests of its tokens.
-        parent: the block before it.
-        kv: its `kv` object.
-        hidden: its `hidden` objects, one per page, shared with siblings that share the page.
+        index: whose.
+        row: which.
     """
 
-    prefix_hash: bytes
-    first_token: int
-    digests: bytes
-    parent: Node | None
-    kv: Record | None = None
-    hidden: list[Record] = field(default_factory=list)
-    # Children sorted by their digests. Most blocks have one child or none, so an empty list is
-    # shared until there is one.
-    _children: list[Node] = field(default_factory=lambda: _NO_CHILDREN)
-    # Checkpoints of prefixes that end inside or at the end of a child block, by their last digest:
-    # every sibling that shares the prefix finds them here. An empty one is shared as well.
-    checkpoints: dict[bytes, Record] = field(default_factory=lambda: _NO_CHECKPOINTS)
+    index: TokenIndex
+    row: int
+
+    @property
+    def prefix_hash(self) -> bytes:
+        """Name of the prefix that ends with it."""
+        return self.index.name(self.row)
+
+    @property
+    def first_token(self) -> int:
+        """Position of its first token."""
+        return self.index.blocks.firsts[self.row]
 
     @property
     def tokens(self) -> int:
-        """Tokens in the block."""
-        return len(self.digests) // DIGEST_BYTES
+        """Tokens in it."""
+        return self.index.blocks.lengths[self.row]
 
     @property
     def end_token(self) -> int:
         """One past the position of its last token."""
-        return self.first_token + self.tokens
+        return self.index.blocks.end(self.row)
 
     @property
-    def is_leaf(self) -> bool:
-        """Whether nothing hangs below it."""
-        return not self._children and not self.checkpoints
+    def kv(self) -> Record | None:
+        """Its `kv` object; None for the root of a namespace."""
+        return next(iter(self.index.records_of([self.row], Kind.KV)), None)
+
+    @property
+    def hidden(self) -> list[Record]:
+        """Its `hidden` objects, one per page, shared with siblings that share the page."""
+        return list(self.index.records_of([self.row], Kind.HIDDEN))
 
     @property
     def has_kv(self) -> bool:
         """Whether its KV exists in some tier."""
-        return self.kv is not None and self.kv.exists
-
-    def child(self, digests: bytes) -> Node | None:
-        """The child with exactly these digests."""
-        at = bisect_left(self._children, digests, key=_digests)
-        found = self._children[at] if at < len(self._children) else None
-        return found if found is not None and found.digests == digests else None
-
-    def nearest(self, digests: bytes) -> tuple[Node | None, int]:
-        """The child that shares most leading tokens with `digests`, and how many; (None, 0).
-
-        Of those that share equally many, which lie side by side, the nearest with KV is taken.
-        """
-        at = bisect_left(self._children, digests, key=_digests)
-        around = self._children[max(at - 1, 0) : at + 1]
-        shared = max((common_tokens(child.digests, digests) for child in around), default=0)
-        if not shared:
-            return None, 0
-        prefix = digests[: shared * DIGEST_BYTES]
-        tied = [
-            child
-            for child in self._children[max(at - _TIES, 0) : at + _TIES]
-            if child.digests.startswith(prefix)
-        ]
-        return next((child for child in tied if child.has_kv), tied[0]), shared
-
-    def before(self, child: Node) -> Node | None:
-        """The longest shorter child whose tokens `child` begins with.
-
-        Sorted order puts it anywhere before, with other extensions between, so its own extensions
-        are skipped back over; at most one step per shorter length.
-        """
-        at = bisect_left(self._children, child.digests, key=_digests)
-        while at:
-            at -= 1
-            other = self._children[at]
-            if child.digests.startswith(other.digests):
-                return other
-            shared = common_tokens(other.digests, child.digests) * DIGEST_BYTES
-            if not shared:
-                return None
-            wanted = child.digests[:shared]
-            at = bisect_left(self._children, wanted, 0, at, key=_digests)
-            if self._children[at].digests == wanted:
-                return self._children[at]
-        return None
-
-    def add(self, child: Node) -> None:
-        """Hangs a new block below this one."""
-        if self._children is _NO_CHILDREN:
-            self._children = []
-        insort(self._children, child, key=_digests)
-
-    def remove(self, child: Node) -> None:
-        """Takes a leaf away."""
-        del self._children[bisect_left(self._children, child.digests, key=_digests)]
-
-    def keep(self, checkpoint: Record) -> None:
-        """Lists a checkpoint of a prefix that ends in a child block."""
-        if self.checkpoints is _NO_CHECKPOINTS:
-            self.checkpoints = {}
-        self.checkpoints[checkpoint.digest] = checkpoint
-
-    def children(self) -> Iterator[Node]:
-        """Its children, sorted by digests."""
-        return iter(self._children)
+        return self.index.has_kv(self.row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,222 +106,521 @@ class Block:
     page_hashes: tuple[bytes, ...]
 
 
+class Run(NamedTuple):
+    """Tokens [first_token, end_token) of one kind, all in one tier with one provenance.
+
+    The tail figures are those of its last object.
+    """
+
+    kind: Kind
+    first_token: int
+    end_token: int
+    in_cpu: bool
+    provenance: Provenance
+    tail_figures: bytes
+
+
 @dataclass(frozen=True, slots=True)
 class Match:
     """The longest stored prefix of a request.
 
     Attributes:
         matched_tokens: its length.
-        path: blocks from the first to the deepest that shares a token.
+        index: where.
+        rows: blocks from the first to the deepest that shares a token.
+        leaf: name of the deepest; empty when nothing matched.
         checkpoints: records of states that belong to prefixes of it, ascending by token.
+        runs: what exists along it, by kind, then by first token.
     """
 
     matched_tokens: int
-    path: tuple[Node, ...]
-    checkpoints: tuple[Record, ...]
+    index: TokenIndex
+    rows: tuple[int, ...] = ()
+    leaf: bytes = b""
+    checkpoints: tuple[Record, ...] = ()
+    runs: tuple[Run, ...] = ()
+
+    @property
+    def path(self) -> list[Node]:
+        """The blocks; to be used under the store's lock alone."""
+        return [Node(self.index, row) for row in self.rows]
+
+
+class Path(NamedTuple):
+    """The objects along a path, by kind, ascending by token; a snapshot that outlives the lock."""
+
+    kv: tuple[Record, ...] = ()
+    hidden: tuple[Record, ...] = ()
+
+
+@dataclass(slots=True)
+class _Space:
+    """One namespace: its tree's root, its blocks by name, and their tokens."""
+
+    namespace: bytes
+    root: int
+    blocks: dict[bytes, int]
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class _States:
+    """Checkpoints of prefixes that end inside or at the end of a child of one block.
+
+    Every sibling that shares the prefix finds them here: rows by the codes that lead to them from
+    the block's end, or by the digest of their last token if they were read of in Redis.
+    """
+
+    known: dict[bytes, int]
+    foreign: dict[bytes, int]
+
+    def __len__(self) -> int:
+        return len(self.known) + len(self.foreign)
 
 
 class TokenIndex:
-    """All namespaces' trees, and every record by name."""
+    """All namespaces' trees, and every object in them.
+
+    Attributes:
+        blocks: the trees.
+        objects: what hangs on them.
+    """
 
     def __init__(self) -> None:
-        self._roots: dict[bytes, Node] = {}
-        self._nodes: dict[tuple[bytes, bytes], Node] = {}
-        self._records: dict[ObjectName, Record] = {}
-        self._blocks: Counter[bytes] = Counter()
-        self._tokens: Counter[bytes] = Counter()
+        self.blocks = Blocks()
+        self.objects = Objects()
+        self._spaces: dict[bytes, _Space] = {}
+        self._numbered: dict[int, _Space] = {}
+        self._next_number = 0
+        self._states: dict[int, _States] = {}
+        self._state_rows: dict[tuple[bytes, bytes], int] = {}
+        self._count = 0
 
-    def match(self, namespace: bytes, digests: bytes) -> Match:
-        """Longest stored prefix of a sequence, given its running digests."""
-        root = self._roots.get(namespace)
-        if root is None:
-            return Match(0, (), ())
-        node, path, checkpoints = root, [], []
-        matched = 0
-        while matched * DIGEST_BYTES < len(digests):
-            start = matched * DIGEST_BYTES
-            block = digests[start : start + _BLOCK_BYTES]
-            child, shared = node.child(block), len(block) // DIGEST_BYTES
-            if child is None or not child.has_kv:
+    def match(self, prompt: Prompt) -> Match:
+        """Longest stored prefix of a prompt."""
+        space = self._spaces.get(prompt.namespace)
+        if space is None:
+            return Match(0, self)
+        at, total, matched = space.root, len(prompt), 0
+        path: list[int] = []
+        checkpoints: list[int] = []
+        while matched < total:
+            end = min(matched + KV_BLOCK_TOKENS, total)
+            child, shared = self.blocks.exact(at, prompt, matched, end), end - matched
+            if child == NONE or not self.has_kv(child):
                 # A sibling that goes on from an evicted partial block may have its KV.
-                child, shared = node.nearest(block)
-            if node.checkpoints:
-                checkpoints += _checkpoints_on(node, block[: shared * DIGEST_BYTES])
-            if child is None:
+                tied, shared = self.blocks.nearest(at, prompt, matched, end)
+                child = next(filter(self.has_kv, tied), tied[0] if tied else NONE)
+            if at in self._states:
+                checkpoints += self._states_on(at, prompt, matched, matched + shared)
+            if child == NONE:
                 break
             path.append(child)
             matched += shared
             if shared < KV_BLOCK_TOKENS:
                 break
-            node = child
-        return Match(matched, tuple(path), tuple(checkpoints))
+            at = child
+        return Match(
+            matched,
+            self,
+            tuple(path),
+            self.name(path[-1]) if path else b"",
+            tuple(self.objects.record(row, prompt.namespace) for row in checkpoints),
+            self._runs(path, matched),
+        )
 
-    def insert(
-        self,
-        namespace: bytes,
-        digests: bytes,
-        prefix_hash: Callable[[int], bytes],
-    ) -> Node:
-        """Makes sure every block of a sequence is in the tree; returns the last, or the root.
+    def insert(self, prompt: Prompt, end_token: int | None = None) -> Node:
+        """Makes sure that every block of a prompt's first tokens is in the tree.
 
         Args:
-            namespace: 32 bytes.
-            digests: running digests of the sequence.
-            prefix_hash: name of the sequence's first n tokens.
+            prompt: whose.
+            end_token: how many tokens; all of them if None. Its last block may be partial.
+
+        Returns:
+            The last block, or the root.
         """
-        node = self._roots.get(namespace)
-        if node is None:
-            node = self._roots[namespace] = Node(prefix_hash(0), 0, b"", None)
-        for start in range(0, len(digests), _BLOCK_BYTES):
-            block = digests[start : start + _BLOCK_BYTES]
-            child = node.child(block)
-            if child is None:
-                child = self._add(node, _block(namespace, node, block, prefix_hash))
-            node = child
-        return node
+        end = len(prompt) if end_token is None else end_token
+        space = self._space(prompt.namespace, prompt.chain.prefix_hash(0))
+        ends = [0, *range(KV_BLOCK_TOKENS, end, KV_BLOCK_TOKENS), *([end] if end else [])]
+        at = space.root
+        missing: list[int] = []
+        for block_end in reversed(ends):
+            known = self._known(space, prompt, block_end)
+            if known != NONE:
+                at = known
+                break
+            missing.append(block_end)
+        for block_end in reversed(missing):
+            first = self.blocks.end(at)
+            names = [
+                prompt.chain.prefix_hash(min(page + PAGE_TOKENS, block_end))
+                for page in range(first, block_end, PAGE_TOKENS)
+            ]
+            at = self._add(space, at, names, prompt.codes(first, block_end), block_end - first)
+        return Node(self, at)
+
+    def absent_blocks(self, prompt: Prompt, end_token: int) -> int:
+        """Blocks of a prompt's first tokens that are not in the tree."""
+        space = self._spaces.get(prompt.namespace)
+        ends = [*range(KV_BLOCK_TOKENS, end_token, KV_BLOCK_TOKENS), end_token]
+        if space is None:
+            return len(ends)
+        for absent, end in enumerate(reversed(ends)):
+            if prompt.chain.prefix_hash(end) in space.blocks:
+                return absent
+        return len(ends)
 
     def restore(self, block: Block) -> Node | None:
         """Puts a block back that a manifest describes; None when the block before it is unknown.
 
         Blocks come in order of `first_token`. The root of a namespace has no digests.
         """
-        namespace = block.namespace
         if not block.digests:
-            return self._roots.setdefault(namespace, Node(block.prefix_hash, 0, b"", None))
-        parent = self._nodes.get((namespace, block.parent_hash))
-        if parent is None and block.first_token == 0:
-            parent = self._roots.setdefault(namespace, Node(block.parent_hash, 0, b"", None))
-        if parent is None or parent.end_token != block.first_token:
+            return Node(self, self._space(block.namespace, block.prefix_hash).root)
+        space = self._spaces.get(block.namespace)
+        if space is None and block.first_token == 0:
+            space = self._space(block.namespace, block.parent_hash)
+        if space is None:
             return None
-        return parent.child(block.digests) or self._add(parent, block)
+        known = space.blocks.get(block.prefix_hash, NONE)
+        if known != NONE:
+            return Node(self, known)
+        at_root = block.first_token == 0
+        parent = space.root if at_root else space.blocks.get(block.parent_hash, NONE)
+        if parent == NONE or self.blocks.end(parent) != block.first_token:
+            return None
+        length = len(block.digests) // DIGEST_BYTES
+        row = self._add(space, parent, block.page_hashes, block.digests, length, foreign=1)
+        return Node(self, row)
 
-    def block(self, namespace: bytes, node: Node) -> Block:
-        """What a manifest must say of a node, so that `restore` can put it back."""
-        parent_hash = node.parent.prefix_hash if node.parent is not None else b""
-        pages = tuple(record.name.prefix_hash for record in node.hidden)
+    def block(self, prompt: Prompt, node: Node) -> Block:
+        """What a manifest must say of a block of a prompt, so that `restore` can put it back."""
+        parent = self.blocks.parents[node.row]
         return Block(
-            namespace, node.prefix_hash, parent_hash, node.first_token, node.digests, pages
+            prompt.namespace,
+            self.name(node.row),
+            self.name(parent) if parent != NONE else b"",
+            node.first_token,
+            prompt.digests_of(node.first_token, node.end_token),
+            tuple(self.objects.name(page) for page in self._pages(node.row)),
         )
 
-    def extended_by(self, node: Node) -> Node | None:
-        """The longest shorter sibling that this block goes on from, if there is one."""
-        return node.parent.before(node) if node.parent is not None else None
+    def extended_by(self, record: Record) -> Path:
+        """What the longest shorter sibling has that this object's block goes on from."""
+        home = self.objects.homes[record.row]
+        shorter = self.blocks.before(home)
+        return self.snapshot([shorter] if shorter != NONE else [])
 
     def record(self, name: ObjectName) -> Record | None:
-        """The record of an object, whether or not its payload exists now."""
-        return self._records.get(name)
+        """The record of a `kv` object or a checkpoint, whether or not its payload exists now."""
+        if name.kind is Kind.CHECKPOINT:
+            row = self._state_rows.get((name.namespace, name.prefix_hash), NONE)
+        else:
+            space = self._spaces.get(name.namespace)
+            block = space.blocks.get(name.prefix_hash, NONE) if space is not None else NONE
+            row = self.blocks.kv[block] if block != NONE else NONE
+            if name.kind is Kind.HIDDEN:
+                raise ValueError("a hidden object has no entry by name, wanted `find`")
+        return self.objects.record(row, name.namespace) if row != NONE else None
 
-    def path_to(self, namespace: bytes, leaf: bytes) -> tuple[Node, ...]:
+    def find(self, prompt: Prompt, kind: Kind, end_token: int) -> Record | None:
+        """The record of a prompt's object of some kind that ends at a token, if there is one."""
+        name = ObjectName(prompt.namespace, kind, prompt.chain.prefix_hash(end_token))
+        if kind is not Kind.HIDDEN:
+            return self.record(name)
+        space = self._spaces.get(prompt.namespace)
+        if space is None:
+            return None
+        first = (end_token - 1) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
+        parent = space.blocks.get(prompt.chain.prefix_hash(first), NONE) if first else space.root
+        if parent == NONE:
+            return None
+        # The page belongs to every block that shares so many tokens, and only to those.
+        tied, shared = self.blocks.nearest(parent, prompt, first, end_token)
+        page = (end_token - 1 - first) // PAGE_TOKENS
+        for block in tied if shared == end_token - first else ():
+            row = self.blocks.pages[block * PAGES + page]
+            if row != NONE and self.objects.name(row) == name.prefix_hash:
+                return self.objects.record(row, prompt.namespace)
+        return None
+
+    def path_to(self, namespace: bytes, leaf: bytes) -> Path:
+        """What hangs on the blocks from the first to the one named `leaf`; empty if not known."""
+        return self.snapshot(self._rows_to(namespace, leaf))
+
+    def nodes_to(self, namespace: bytes, leaf: bytes) -> list[Node]:
         """Blocks from the first to the one named `leaf`; empty when it is not known."""
-        node = self._nodes.get((namespace, leaf))
-        path = []
-        while node is not None and node.parent is not None:
-            path.append(node)
-            node = node.parent
-        return tuple(reversed(path))
+        return [Node(self, row) for row in self._rows_to(namespace, leaf)]
+
+    def snapshot(self, rows: Sequence[int]) -> Path:
+        """The objects of some blocks."""
+        return Path(*(tuple(self.records_of(rows, kind)) for kind in (Kind.KV, Kind.HIDDEN)))
 
     def checkpoint(self, parent: Node, name: ObjectName, end_token: int, digest: bytes) -> Record:
-        """The record of a state that ends in a block below `parent`; made if it is new."""
-        record = self._records.get(name)
-        if record is None:
-            record = Record(name, end_token - 1, 1, [parent], digest=digest)
-            self._records[name] = record
-            parent.keep(record)
-        return record
+        """The record of a state that ends in a block below `parent`; made if it is new.
+
+        Args:
+            parent: the block before.
+            name: of the object.
+            end_token: tokens it has seen.
+            digest: running digest of the last of them.
+        """
+        return self._checkpoint(parent, name, end_token, digest, b"")
+
+    def checkpoint_of(self, prompt: Prompt, end_token: int) -> Record:
+        """As `checkpoint`, of a prompt's first tokens."""
+        first = (end_token - 1) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
+        parent = self.insert(prompt, first)
+        name = ObjectName(prompt.namespace, Kind.CHECKPOINT, prompt.chain.prefix_hash(end_token))
+        digest = prompt.digests_of(end_token - 1, end_token)
+        codes = prompt.codes(first, end_token)
+        return self._checkpoint(parent, name, end_token, digest, codes)
+
+    def homes(self, record: Record) -> list[Node]:
+        """The blocks that list an object; for a checkpoint the block before its prefix's last."""
+        if not record.is_listed:
+            return []
+        row = record.row
+        home = self.objects.homes[row]
+        found = [home]
+        if self.objects.uses[row] > 1:
+            at = self._page_of(home, row)
+            for siblings in self.blocks.around(home):
+                for sibling in siblings:
+                    if self.blocks.pages[sibling * PAGES + at] == row:
+                        found.append(sibling)
+                if len(found) == self.objects.uses[row]:
+                    break
+        return [Node(self, block) for block in found]
 
     def prune(self, record: Record) -> None:
         """Forgets what hangs on a record without payload: itself, and blocks that hold nothing."""
-        if record.exists or self._records.get(record.name) is not record:
+        if record.exists or not record.is_listed:
             return
+        blocks = [node.row for node in self.homes(record)]
         if record.name.kind is Kind.CHECKPOINT:
-            del self._records[record.name]
-            del record.nodes[0].checkpoints[record.digest]
-        for node in tuple(record.nodes):
-            at: Node | None = node
-            while at is not None and at.parent is not None and _is_empty(at):
-                self._drop(at)
-                at = at.parent
+            self._drop_state(record.row, record.name, record.digest, blocks[0])
+        for block in blocks:
+            self._prune_from(block)
 
     def prune_block(self, namespace: bytes, prefix_hash: bytes) -> None:
         """Forgets a block, and those before it, if they hold nothing."""
-        node = self._nodes.get((namespace, prefix_hash))
-        if node is not None and node.kv is not None:
-            self.prune(node.kv)
+        space = self._spaces.get(namespace)
+        if space is not None:
+            self._prune_from(space.blocks.get(prefix_hash, space.root))
 
     def sizes(self) -> dict[bytes, tuple[int, int]]:
         """Blocks of each namespace with a tree, and their tokens."""
-        return {space: (self._blocks[space], self._tokens[space]) for space in self._roots}
+        return {key: (len(space.blocks), space.tokens) for key, space in self._spaces.items()}
 
     def records(self) -> Iterator[Record]:
         """Every record."""
-        return iter(self._records.values())
+        for row in self.objects.rows():
+            yield self.objects.record(row, self._namespace(self.objects.homes[row]))
+
+    def records_of(self, rows: Iterable[int], kind: Kind) -> Iterator[Record]:
+        """Objects of some blocks, all of one namespace, ascending by token."""
+        namespace = b""
+        for block in rows:
+            namespace = namespace or self._namespace(block)
+            objects = [self.blocks.kv[block]] if kind is Kind.KV else self._pages(block)
+            for row in objects:
+                if row != NONE:
+                    yield self.objects.record(row, namespace)
+
+    def name(self, row: int) -> bytes:
+        """Name of the prefix that ends with a block."""
+        kv = self.blocks.kv[row]
+        return self.objects.name(kv) if kv != NONE else self.blocks.keys[row]
+
+    def has_kv(self, row: int) -> bool:
+        """Whether a block's KV exists in some tier."""
+        kv = self.blocks.kv[row]
+        return kv != NONE and bool(self.objects.states[kv] & EXISTS)
 
     def __len__(self) -> int:
-        return len(self._nodes)
+        return self._count
 
-    def _add(self, parent: Node, block: Block) -> Node:
-        first, rows = block.first_token, len(block.digests) // DIGEST_BYTES
-        namespace = block.namespace
-        node = Node(block.prefix_hash, first, block.digests, parent)
-        node.kv = self._listed(ObjectName(namespace, Kind.KV, node.prefix_hash), first, rows, node)
-        for at, page_hash in zip(range(0, rows, PAGE_TOKENS), block.page_hashes, strict=True):
-            name = ObjectName(namespace, Kind.HIDDEN, page_hash)
-            page = self._listed(name, first + at, min(PAGE_TOKENS, rows - at), node)
-            node.hidden.append(page)
-        parent.add(node)
-        self._nodes[namespace, node.prefix_hash] = node
-        self._blocks[namespace] += 1
-        self._tokens[namespace] += node.tokens
-        return node
+    def _namespace(self, row: int) -> bytes:
+        return self._numbered[self.blocks.spaces[row]].namespace
 
-    def _listed(self, name: ObjectName, first_token: int, rows: int, node: Node) -> Record:
-        """The record of that name, made if it is new, with `node` among its blocks."""
-        record = self._records.get(name)
-        if record is None:
-            record = self._records[name] = Record(name, first_token, rows, [])
-        record.nodes.append(node)
-        return record
+    def _pages(self, row: int) -> Iterator[int]:
+        """Rows of a block's hidden objects."""
+        return (page for page in self.blocks.pages[row * PAGES : (row + 1) * PAGES] if page != NONE)
 
-    def _drop(self, node: Node) -> None:
-        if node.parent is None or node.kv is None:
-            raise ValueError("the root of a namespace can not be dropped")
-        node.parent.remove(node)
-        namespace = node.kv.name.namespace
-        del self._nodes[namespace, node.prefix_hash]
-        self._blocks[namespace] -= 1
-        self._tokens[namespace] -= node.tokens
-        for record in (node.kv, *node.hidden):
-            record.nodes.remove(node)
-            if not record.nodes:
-                del self._records[record.name]
+    def _rows_to(self, namespace: bytes, leaf: bytes) -> list[int]:
+        space = self._spaces.get(namespace)
+        at = space.blocks.get(leaf, NONE) if space is not None else NONE
+        path = []
+        while at != NONE and self.blocks.kv[at] != NONE:
+            path.append(at)
+            at = self.blocks.parents[at]
+        return path[::-1]
 
+    def _page_of(self, block: int, row: int) -> int:
+        """Number of an object's page in its block."""
+        return (self.objects.firsts[row] - self.blocks.firsts[block]) // PAGE_TOKENS
 
-def _block(
-    namespace: bytes, parent: Node, digests: bytes, prefix_hash: Callable[[int], bytes]
-) -> Block:
-    first, end = parent.end_token, parent.end_token + len(digests) // DIGEST_BYTES
-    pages = (min(page + PAGE_TOKENS, end) for page in range(first, end, PAGE_TOKENS))
-    return Block(
-        namespace,
-        prefix_hash(end),
-        parent.prefix_hash,
-        first,
-        digests,
-        tuple(prefix_hash(page_end) for page_end in pages),
-    )
+    def _space(self, namespace: bytes, root_hash: bytes) -> _Space:
+        space = self._spaces.get(namespace)
+        if space is None:
+            number = self._next_number
+            self._next_number += 1
+            # A root has no object, so that its key is its name.
+            root = self.blocks.add(NONE, number, 0, 0, root_hash, 0)
+            space = self._spaces[namespace] = self._numbered[number] = _Space(namespace, root, {})
+        return space
 
+    def _known(self, space: _Space, prompt: Prompt, end: int) -> int:
+        """The block of a prompt that ends at a token; known by its tokens from here on."""
+        if not end:
+            return space.root
+        row = space.blocks.get(prompt.chain.prefix_hash(end), NONE)
+        at = row
+        while at != NONE and self.blocks.foreign[at]:
+            self.blocks.adopt(at, prompt.codes(self.blocks.firsts[at], self.blocks.end(at)))
+            at = self.blocks.parents[at]
+        return row
 
-def _is_empty(node: Node) -> bool:
-    """Whether nothing hangs below a block and no payload would go with it."""
-    own = any(record.exists and len(record.nodes) == 1 for record in node.hidden)
-    return node.is_leaf and not node.has_kv and not own
+    def _add(
+        self,
+        space: _Space,
+        parent: int,
+        page_hashes: Sequence[bytes],
+        key: bytes,
+        length: int,
+        foreign: int = 0,
+    ) -> int:
+        first, name = self.blocks.end(parent), page_hashes[-1]
+        row = self.blocks.add(parent, self.blocks.spaces[space.root], first, length, key, foreign)
+        self.blocks.kv[row] = self.objects.add(Kind.KV, name, first, length, row)
+        beside = list(self.blocks.beside(row))
+        for number, page_hash in enumerate(page_hashes):
+            page = self._shared_page(beside, number, page_hash)
+            if page == NONE:
+                at = number * PAGE_TOKENS
+                rows = min(PAGE_TOKENS, length - at)
+                page = self.objects.add(Kind.HIDDEN, page_hash, first + at, rows, row)
+            else:
+                self.objects.uses[page] += 1
+            self.blocks.pages[row * PAGES + number] = page
+        space.blocks[name] = row
+        space.tokens += length
+        self._count += 1
+        return row
 
+    def _shared_page(self, siblings: Sequence[int], number: int, page_hash: bytes) -> int:
+        """The page of that name that a sibling has; NONE."""
+        for sibling in siblings:
+            page = self.blocks.pages[sibling * PAGES + number]
+            if page != NONE and self.objects.name(page) == page_hash:
+                return page
+        return NONE
 
-def _checkpoints_on(parent: Node, digests: bytes) -> list[Record]:
-    """Checkpoints below `parent` on a sequence that goes on with `digests`, ascending by token."""
-    found = []
-    for at in range(0, len(digests), DIGEST_BYTES):
-        record = parent.checkpoints.get(digests[at : at + DIGEST_BYTES])
-        if record is not None and record.exists:
-            found.append(record)
-    return found
+    def _prune_from(self, block: int) -> None:
+        while self.blocks.parents[block] != NONE and self._is_empty(block):
+            parent = self.blocks.parents[block]
+            self._drop(block)
+            block = parent
+        if self.blocks.parents[block] == NONE and self._is_bare(block):
+            space = self._numbered.pop(self.blocks.spaces[block])
+            del self._spaces[space.namespace]
+            self.blocks.remove(block)
+
+    def _is_bare(self, block: int) -> bool:
+        """Whether nothing hangs below a block."""
+        return not self.blocks.has_children(block) and block not in self._states
+
+    def _is_empty(self, block: int) -> bool:
+        """Whether nothing hangs below a block and no payload would go with it."""
+        objects = self.objects
+        own = any(objects.states[p] & EXISTS and objects.uses[p] == 1 for p in self._pages(block))
+        return self._is_bare(block) and not self.has_kv(block) and not own
+
+    def _drop(self, block: int) -> None:
+        space = self._numbered[self.blocks.spaces[block]]
+        del space.blocks[self.name(block)]
+        space.tokens -= self.blocks.lengths[block]
+        self._count -= 1
+        for page in self._pages(block):
+            if self.objects.homes[page] == block and self.objects.uses[page] > 1:
+                record = self.objects.record(page, space.namespace)
+                self.objects.homes[page] = self.homes(record)[1].row
+            self.objects.uses[page] -= 1
+            if not self.objects.uses[page]:
+                self.objects.free(page)
+        self.objects.free(self.blocks.kv[block])
+        self.blocks.remove(block)
+
+    def _checkpoint(
+        self, parent: Node, name: ObjectName, end_token: int, digest: bytes, codes: bytes
+    ) -> Record:
+        row = self._state_rows.get((name.namespace, name.prefix_hash), NONE)
+        states = self._states.setdefault(parent.row, _States({}, {}))
+        if row == NONE:
+            row = self.objects.add(Kind.CHECKPOINT, name.prefix_hash, end_token - 1, 1, parent.row)
+            self.objects.note_digest(row, digest)
+            self._state_rows[name.namespace, name.prefix_hash] = row
+            states.foreign[digest] = row
+        if codes and digest in states.foreign:
+            states.known[codes] = states.foreign.pop(digest)
+        return self.objects.record(row, name.namespace)
+
+    def _drop_state(self, row: int, name: ObjectName, digest: bytes, parent: int) -> None:
+        states = self._states[parent]
+        if states.foreign.pop(digest, NONE) == NONE:
+            codes = next(codes for codes, known in states.known.items() if known == row)
+            del states.known[codes]
+        if not states:
+            del self._states[parent]
+        del self._state_rows[name.namespace, name.prefix_hash]
+        self.objects.free(row)
+
+    def _states_on(self, block: int, prompt: Prompt, first: int, end: int) -> list[int]:
+        """Checkpoints below a block on a prompt's tokens [first, end), ascending by token."""
+        states = self._states[block]
+        if len(states.known) <= _FEW_STATES:
+            codes = prompt.codes(first, end)
+            found = [row for key, row in states.known.items() if codes.startswith(key)]
+        else:
+            ends = range(first + 1, end + 1)
+            keys = (prompt.codes(first, at) for at in ends)
+            found = [row for key in keys if (row := states.known.get(key, NONE)) != NONE]
+        if states.foreign:
+            digests = prompt.digests_of(first, end)
+            keys = (digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES))
+            found += [row for key in keys if (row := states.foreign.get(key, NONE)) != NONE]
+        objects = self.objects
+        existing = [row for row in found if objects.states[row] & EXISTS]
+        return sorted(existing, key=objects.firsts.__getitem__)
+
+    def _runs(self, path: Sequence[int], matched: int) -> tuple[Run, ...]:
+        """Run-length coding of what exists along a path."""
+        if not path:
+            return ()
+        rows = np.array(path)
+        kv = np.frombuffer(self.blocks.kv, np.int32)[rows]
+        pages = np.frombuffer(self.blocks.pages, np.int32).reshape(-1, PAGES)[rows].ravel()
+        return (
+            *self._runs_of(Kind.KV, kv, matched),
+            *self._runs_of(Kind.HIDDEN, pages[pages != NONE], matched),
+        )
+
+    def _runs_of(self, kind: Kind, rows: npt.NDArray[np.int32], matched: int) -> Iterator[Run]:
+        states = np.frombuffer(self.objects.states, np.uint8)[rows]
+        firsts = np.frombuffer(self.objects.firsts, np.int32)[rows]
+        ends = firsts + np.frombuffer(self.objects.lengths, np.uint16)[rows]
+        there = (states & EXISTS != 0) & (firsts < matched)
+        rows, states, firsts, ends = rows[there], states[there], firsts[there], ends[there]
+        if not len(states):
+            return
+        # Redis too or not: what is in the CPU tier is served from there.
+        alike = states & (IN_CPU | APPROXIMATE)
+        breaks = np.flatnonzero((alike[1:] != alike[:-1]) | (firsts[1:] != ends[:-1])) + 1
+        starts = [0, *breaks.tolist()]
+        for start, stop in zip(starts, [*starts[1:], len(states)], strict=True):
+            state = int(alike[start])
+            provenance = Provenance.APPROXIMATE if state & APPROXIMATE else Provenance.EXACT
+            end = min(int(ends[stop - 1]), matched)
+            figures = self.objects.figures(int(rows[stop - 1]))
+            yield Run(kind, int(firsts[start]), end, bool(state & IN_CPU), provenance, figures)

@@ -46,7 +46,7 @@ from tailreplay.store.tokens import MAX_TOKENS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from tailreplay.store.index import Record
+    from tailreplay.store.record import Record
 
 logger = logging.getLogger(__name__)
 
@@ -152,15 +152,18 @@ class Manifests:
             pipe.pexpire(key, self._ttl_ms)
         self._run(pipe.execute)
 
-    def forget(self, entries: Iterable[tuple[Block, str]]) -> None:
+    def forget(self, entries: Iterable[tuple[bytes, bytes, str]]) -> None:
         """Takes fields away; the payloads behind them count as gone from then on.
+
+        Args:
+            entries: namespace and name of each block, and the field.
 
         Raises:
             StoreUnavailable: Redis did not take all of it.
         """
         pipe = self._redis.pipeline(transaction=False)
-        for block, field in entries:
-            pipe.hdel(self._key(block.namespace, block.prefix_hash), field)
+        for namespace, prefix_hash, field in entries:
+            pipe.hdel(self._key(namespace, prefix_hash), field)
         self._run(pipe.execute)
 
     def load(self) -> list[tuple[Block, list[Entry]]]:

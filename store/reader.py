@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
     from tailreplay.store.catalog import Catalog
-    from tailreplay.store.index import Node, Record
+    from tailreplay.store.index import Path
     from tailreplay.store.pins import Pinned
+    from tailreplay.store.record import Record
     from tailreplay.store.tiers import Tiers
 
     Reason: TypeAlias = pb.MissReason.ValueType
@@ -138,9 +139,7 @@ class Reader:
         finally:
             self._catalog.used(_used(path, pieces))
 
-    def _pieces(
-        self, namespace: bytes, path: Sequence[Node], number: int, wanted: pb.Range
-    ) -> list[_Piece]:
+    def _pieces(self, namespace: bytes, path: Path, number: int, wanted: pb.Range) -> list[_Piece]:
         first, end = wanted.first_token, wanted.end_token
         if first >= end or int(wanted.kind) not in set(Kind):
             raise InvalidRequest(
@@ -289,7 +288,7 @@ def _steps(before: Mapping[str, Any], now: Mapping[str, Any], *counters: str) ->
     return sum(int(now.get(c, 0)) - int(before.get(c, 0)) for c in counters)
 
 
-def _used(path: Sequence[Node], pieces: Sequence[_Piece]) -> list[Record]:
+def _used(path: Path, pieces: Sequence[_Piece]) -> list[Record]:
     """What a fetch has used: all it asked for, and the keys and values before that."""
     asked = {p.record.name: p.record for p in pieces if p.record is not None}
     ends = [p.end for p in pieces if p.wanted.kind == pb.KIND_KV]

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import tokens as wire_tokens
-from tailreplay.store.catalog import Prefix
-from tailreplay.store.chain import PrefixChain, running_digests
 from tailreplay.store.errors import InvalidRequest, LimitExceeded
 from tailreplay.store.header import Header, header_bytes, verify_object
 from tailreplay.store.objects import (
@@ -17,6 +15,7 @@ from tailreplay.store.objects import (
     Kind,
     ObjectName,
 )
+from tailreplay.store.prompt import Prompt
 from tailreplay.store.tiers import PutOutcome
 
 if TYPE_CHECKING:
@@ -79,9 +78,8 @@ class Writer:
             InvalidRequest: its tokens are malformed.
         """
         tokens = wire_tokens.from_wire(begin.tokens)
-        digests = running_digests(self._digest_key(begin.namespace), tokens)
-        prefix = Prefix(begin.namespace, digests, PrefixChain(begin.namespace, tokens))
-        return PutSession(self._catalog, self._tiers, prefix, len(tokens), self._max_object_bytes)
+        prompt = Prompt(begin.namespace, tokens, self._digest_key(begin.namespace))
+        return PutSession(self._catalog, self._tiers, prompt, self._max_object_bytes)
 
 
 class PutSession:
@@ -95,14 +93,12 @@ class PutSession:
         self,
         catalog: Catalog,
         tiers: Tiers,
-        prefix: Prefix,
-        total_tokens: int,
+        prompt: Prompt,
         max_object_bytes: int,
     ) -> None:
         self._catalog = catalog
         self._tiers = tiers
-        self._prefix = prefix
-        self._total_tokens = total_tokens
+        self._prompt = prompt
         self._max_object_bytes = max_object_bytes
         self._claimed: set[ObjectName] = set()
         self.response = pb.PutResponse()
@@ -113,7 +109,7 @@ class PutSession:
     def __exit__(self, *_: object) -> None:
         for name in self._claimed:
             self._catalog.unclaim(name)
-        self._catalog.used_prefix(self._prefix)
+        self._catalog.used_prefix(self._prompt)
 
     def claim(self, wanted: pb.PutObject) -> bool:
         """Whether the caller should send an object; False when it is there or on its way.
@@ -123,7 +119,7 @@ class PutSession:
         """
         self._check(wanted)
         name = self._name(wanted)
-        if not self._catalog.claim(name, wanted.size_bytes):
+        if not self._catalog.claim(self._prompt, name, wanted.end_token, wanted.size_bytes):
             self.response.duplicates += 1
             return False
         self._claimed.add(name)
@@ -149,15 +145,15 @@ class PutSession:
             return False
         size = wanted.size_bytes
         self._catalog.admit(
-            self._prefix, name, wanted.end_token, size, header.provenance, wanted.tail_figures
+            self._prompt, name, wanted.end_token, size, header.provenance, wanted.tail_figures
         )
         self.response.stored += 1
         self.response.stored_bytes += size
         return True
 
     def _name(self, wanted: pb.PutObject) -> ObjectName:
-        prefix_hash = self._prefix.chain.prefix_hash(wanted.end_token)
-        return ObjectName(self._prefix.namespace, Kind(wanted.kind), prefix_hash)
+        prefix_hash = self._prompt.chain.prefix_hash(wanted.end_token)
+        return ObjectName(self._prompt.namespace, Kind(wanted.kind), prefix_hash)
 
     def _fill(
         self, name: ObjectName, wanted: pb.PutObject, receive: Callable[[memoryview], None]
@@ -189,7 +185,7 @@ class PutSession:
         return outcome, headers[0] if headers else None
 
     def _check(self, wanted: pb.PutObject) -> None:
-        total = self._total_tokens
+        total = len(self._prompt)
         first, end, kind = wanted.first_token, wanted.end_token, int(wanted.kind)
         if kind not in set(Kind):
             raise InvalidRequest(f"object has kind {kind}, wanted one of {[k.name for k in Kind]}")

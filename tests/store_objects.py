@@ -21,6 +21,7 @@ from tailreplay.store.geometry import (
 )
 from tailreplay.store.header import Header, build_object
 from tailreplay.store.objects import BLOCK_TOKENS, Kind, ObjectName, Provenance
+from tailreplay.store.prompt import Prompt
 from tailreplay.store.tokens import extended_tokens, to_wire
 
 GEOMETRY = {
@@ -50,12 +51,20 @@ class Prefix:
         self.namespace = namespace
         self.ids = list(ids)
         self.geometry = geometry
-        self.tokens = extended_tokens(self.ids)
+        wide = {at: token for at, token in enumerate(self.ids) if token >> 32}
+        self.tokens = extended_tokens(
+            [0 if at in wide else t for at, t in enumerate(self.ids)], wide
+        )
         self.chain = PrefixChain(namespace, self.tokens)
         self.digests = running_digests(digest_key(namespace), self.tokens)
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def prompt(self) -> Prompt:
+        """As a request brings it."""
+        return Prompt(self.namespace, self.tokens, digest_key(self.namespace))
 
     def name(self, kind: Kind, end_token: int) -> ObjectName:
         return ObjectName(self.namespace, kind, self.chain.prefix_hash(end_token))

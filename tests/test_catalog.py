@@ -191,11 +191,12 @@ def test_what_was_evicted_is_no_longer_known(store, space):
 
 
 def test_one_put_at_a_time_claims_a_name(store, space):
-    name = Prefix(space, BASE).name(KV, 256)
-    assert store.catalog.claim(name, 1000)
-    assert not store.catalog.claim(name, 1000)
+    prefix = Prefix(space, BASE)
+    name = prefix.name(KV, 256)
+    assert store.catalog.claim(prefix.prompt, name, 256, 1000)
+    assert not store.catalog.claim(prefix.prompt, name, 256, 1000)
     store.catalog.unclaim(name)
-    assert store.catalog.claim(name, 1000)
+    assert store.catalog.claim(prefix.prompt, name, 256, 1000)
     store.catalog.unclaim(name)
 
 
@@ -252,6 +253,6 @@ def test_sums_of_the_tiers_agree_with_a_count_of_what_is_there(store, space):
             if record.in_cpu:
                 n, size = counted.get(("cpu", record.name.kind), (0, 0))
                 counted["cpu", record.name.kind] = (n + 1, size + record.size)
-        blocks = sum(1 for _ in store.catalog._index._nodes)
+        blocks = len(store.catalog._index)
     assert store.catalog.tier_figures() == counted
     assert store.catalog.namespaces()[space][0] == blocks

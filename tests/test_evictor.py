@@ -4,14 +4,14 @@ import pytest
 from store_objects import Prefix
 
 from tailreplay.store.evictor import Evictor
-from tailreplay.store.index import Record
 from tailreplay.store.objects import Kind
+from tailreplay.store.record import Record
 
 
 def records(seed: int, count: int = 4, size: int = 10) -> list[Record]:
     prefix = Prefix(bytes(32), [seed] * count * 256)
     return [
-        Record(prefix.name(kind, end), first, end - first, [], size=size)
+        Record(prefix.name(kind, end), first, end - first, size=size)
         for kind, first, end in prefix.spans(Kind.KV)
     ]
 

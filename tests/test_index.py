@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from store_objects import Prefix
 
-from tailreplay.store.index import Node, Record, TokenIndex
+from tailreplay.store.index import Node, Path, TokenIndex
 from tailreplay.store.objects import Kind
+from tailreplay.store.prompt import Prompt
+from tailreplay.store.record import Record
 
 SPACE = bytes(32)
 
@@ -22,7 +24,7 @@ def shared_tokens(a, b) -> int:
 
 
 def insert(index: TokenIndex, prefix: Prefix) -> Node:
-    return index.insert(prefix.namespace, prefix.digests, prefix.chain.prefix_hash)
+    return index.insert(prefix.prompt)
 
 
 def store(index: TokenIndex, prefix: Prefix, *kinds: Kind) -> None:
@@ -32,16 +34,21 @@ def store(index: TokenIndex, prefix: Prefix, *kinds: Kind) -> None:
         if kind is Kind.CHECKPOINT:
             record = checkpoint(index, prefix, end)
         else:
-            record = index.record(prefix.name(kind, end))
+            record = index.find(prefix.prompt, kind, end)
         assert (record.first_token, record.end_token) == (first, end)
         record.in_cpu = True
 
 
 def checkpoint(index: TokenIndex, prefix: Prefix, end: int) -> Record:
-    at = (end - 1) // 256 * 256
-    parent = insert(index, Prefix(prefix.namespace, prefix.ids[:at]))
-    digest = prefix.digests[8 * (end - 1) : 8 * end]
-    return index.checkpoint(parent, prefix.name(Kind.CHECKPOINT, end), end, digest)
+    return index.checkpoint_of(prefix.prompt, end)
+
+
+def restore(index: TokenIndex, prefix: Prefix, end: int) -> Node:
+    """Lists blocks as their manifests describe them; returns the last, or the root."""
+    source = TokenIndex()
+    nodes = [source.insert(prefix.prompt, at) for at in (0, *range(256, end, 256), end)]
+    blocks = [source.block(prefix.prompt, node) for node in nodes]
+    return [index.restore(block) for block in blocks][-1]
 
 
 def lose(index: TokenIndex, record: Record) -> None:
@@ -50,7 +57,7 @@ def lose(index: TokenIndex, record: Record) -> None:
 
 
 def match(index: TokenIndex, ids, namespace: bytes = SPACE):
-    return index.match(namespace, Prefix(namespace, ids).digests)
+    return index.match(Prefix(namespace, ids).prompt)
 
 
 def branch(ids, at: int, tail) -> list[int]:
@@ -83,7 +90,7 @@ def test_a_shorter_or_longer_request_matches_all_that_is_common(one_sequence, n)
 def test_nothing_matches_an_empty_request_or_another_namespace(one_sequence):
     assert match(one_sequence, []).matched_tokens == 0
     assert match(one_sequence, BASE, b"\1" * 32).matched_tokens == 0
-    assert match(one_sequence, [9]).path == ()
+    assert match(one_sequence, [9]).path == []
 
 
 @pytest.mark.parametrize("fork", [1, 63, 64, 65, 100, 255, 256, 257, 300])
@@ -102,11 +109,7 @@ def test_siblings_that_fork_inside_a_block_are_told_apart(fork):
 def test_siblings_share_the_hidden_pages_before_their_fork():
     index = TokenIndex()
     left, right = Prefix(SPACE, BASE[:256]), Prefix(SPACE, branch(BASE, 150, range(105)))
-    for prefix in (left, right):
-        insert(index, prefix)
-    pages = [
-        index.path_to(SPACE, p.name(Kind.KV, 256).prefix_hash)[0].hidden for p in (left, right)
-    ]
+    pages = [insert(index, prefix).hidden for prefix in (left, right)]
     assert [a is b for a, b in zip(*pages, strict=True)] == [True, True, False, False]
 
 
@@ -142,15 +145,13 @@ def test_a_partial_block_gives_way_to_the_sibling_that_goes_on_from_it():
     shorter, longer = Prefix(SPACE, BASE[:300]), Prefix(SPACE, BASE[:400])
     for prefix in (shorter, longer):
         store(index, prefix, Kind.KV, Kind.HIDDEN)
-    nodes = [
-        index.path_to(SPACE, p.name(Kind.KV, len(p)).prefix_hash)[-1] for p in (shorter, longer)
-    ]
-    assert index.extended_by(nodes[1]) is nodes[0]
-    assert index.extended_by(nodes[0]) is None
+    nodes = [insert(index, p) for p in (shorter, longer)]
+    assert index.extended_by(nodes[1].kv).kv == (nodes[0].kv,)
+    assert index.extended_by(nodes[0].kv).kv == ()
     lose(index, nodes[0].kv)
     found = match(index, BASE[:300])
     assert found.matched_tokens == 300
-    assert found.path[-1] is nodes[1]
+    assert found.path[-1] == nodes[1]
     assert found.path[-1].has_kv
 
 
@@ -160,8 +161,8 @@ def test_a_block_whose_pages_are_all_shared_goes_with_its_kv():
     for prefix in (shorter, longer):
         store(index, prefix, Kind.KV, Kind.HIDDEN)
     lose(index, index.record(shorter.name(Kind.KV, 320)))
-    assert index.path_to(SPACE, shorter.name(Kind.KV, 320).prefix_hash) == ()
-    assert index.record(longer.name(Kind.HIDDEN, 320)).exists
+    assert index.path_to(SPACE, shorter.name(Kind.KV, 320).prefix_hash) == Path()
+    assert index.find(longer.prompt, Kind.HIDDEN, 320).exists
 
 
 def test_the_longest_of_many_shorter_siblings_is_the_one_extended():
@@ -171,7 +172,7 @@ def test_the_longest_of_many_shorter_siblings_is_the_one_extended():
         for other in range(3):  # extensions that lie between in sorted order
             insert(index, Prefix(SPACE, branch(BASE, n, range(other, 5))))
     node = insert(index, Prefix(SPACE, BASE[:190]))
-    assert index.extended_by(node).tokens == 120
+    assert [r.rows for r in index.extended_by(node.kv).kv] == [120]
 
 
 def test_a_block_without_kv_of_its_own_does_not_hide_one_that_has_it():
@@ -211,8 +212,8 @@ def test_what_a_block_says_of_itself_puts_it_back():
     index, copy = TokenIndex(), TokenIndex()
     prefix = Prefix(SPACE, BASE[:600])
     insert(index, prefix)
-    nodes = index.path_to(SPACE, prefix.name(Kind.KV, 600).prefix_hash)
-    blocks = [index.block(SPACE, node) for node in nodes]
+    nodes = index.nodes_to(SPACE, prefix.name(Kind.KV, 600).prefix_hash)
+    blocks = [index.block(prefix.prompt, node) for node in nodes]
     assert copy.restore(blocks[1]) is None  # the block before it is not known
     assert all(copy.restore(block) is not None for block in blocks)
     assert match(copy, BASE).matched_tokens == 600
@@ -220,30 +221,25 @@ def test_what_a_block_says_of_itself_puts_it_back():
 
 
 def wide_index(siblings: int) -> TokenIndex:
-    """Siblings of one token each, by forged digests: hashing 100,000 chains is not the point."""
+    """Siblings of one token each."""
     index = TokenIndex()
-    rng = np.random.default_rng(1)
-    # Sorted, because inserting each in its place takes most of the time and is not the point.
-    for digests in np.sort(
-        rng.integers(0, 1 << 63, siblings, dtype=np.uint64).byteswap()
-    ).byteswap():
-        raw = digests.tobytes()
-        index.insert(SPACE, raw, lambda n, raw=raw: raw.ljust(32, b"\0") if n else bytes(32))
+    for token in range(siblings):
+        index.insert(Prompt(SPACE, np.array([token], np.uint64), bytes(16)))
     return index
 
 
-def seconds_per_match(index: TokenIndex, request: bytes) -> float:
+def seconds_per_match(index: TokenIndex, request: Prompt) -> float:
     def once() -> float:
         start = time.perf_counter()
         for _ in range(50):
-            index.match(SPACE, request)
+            index.match(request)
         return time.perf_counter() - start
 
     return min(once() for _ in range(5))
 
 
 def test_a_match_among_100000_siblings_costs_little_more_than_among_100():
-    request = Prefix(SPACE, BASE[:256]).digests
+    request = Prefix(SPACE, BASE[:256]).prompt
     few, many = wide_index(100), wide_index(100_000)
     assert len(many) == 100_000
     assert seconds_per_match(many, request) < 20 * seconds_per_match(few, request)
@@ -260,18 +256,37 @@ def test_sizes_of_many_namespaces_take_one_pass():
     assert sizes == dict.fromkeys(spaces, (2, 257))
 
 
+def covered(runs) -> set[int]:
+    return {at for run in runs for at in range(run.first_token, run.end_token)}
+
+
+def covered_by_list(blocks, ids, matched: int) -> set[int]:
+    """Tokens of a match whose block has keys and values, its own or those of one that goes on."""
+    ends = [min(first + 256, matched) for first in range(0, matched, 256)]
+    return {
+        at
+        for end in ends
+        for at in range((end - 1) // 256 * 256, end)
+        if any(len(b) - 1 < (at // 256 + 1) * 256 and b[:end] == ids[:end] for b in blocks)
+    }
+
+
+TOKENS = (1, (1 << 32) - 1, (1 << 64) - 1)
+"""A plain token, and two whose codes are long and contain each other's."""
+
+
 class IndexAgainstList(RuleBasedStateMachine):
-    """Sequences of few runs over two tokens, so that forks at every place are common."""
+    """Sequences of few runs over three tokens, so that forks at every place are common."""
 
     lengths = st.lists(
         st.sampled_from([1, 2, 3, 63, 64, 65, 128, 191, 255, 256, 257]), min_size=1, max_size=3
     )
     ids = st.builds(
         lambda lengths, first: tuple(
-            (first + run) % 2 for run, length in enumerate(lengths) for _ in range(length)
+            TOKENS[(first + run) % 3] for run, length in enumerate(lengths) for _ in range(length)
         ),
         lengths,
-        st.integers(0, 1),
+        st.integers(0, 2),
     )
 
     def __init__(self):
@@ -287,8 +302,24 @@ class IndexAgainstList(RuleBasedStateMachine):
         self.blocks |= {ids[:end] for _, _, end in Prefix(SPACE, ids).spans(Kind.KV)}
 
     @rule(ids=ids)
+    def read_of_keys_and_values(self, ids):
+        prefix = Prefix(SPACE, ids)
+        assert restore(self.index, prefix, len(ids))
+        for _, _, end in prefix.spans(Kind.KV):
+            self.index.record(prefix.name(Kind.KV, end)).in_redis = True
+            self.blocks.add(ids[:end])
+
+    @rule(ids=ids)
     def put_a_state(self, ids):
         checkpoint(self.index, Prefix(SPACE, ids), len(ids)).in_cpu = True
+        self.states.add(ids)
+
+    @rule(ids=ids)
+    def read_of_a_state(self, ids):
+        prefix, at = Prefix(SPACE, ids), (len(ids) - 1) // 256 * 256
+        node, name = restore(self.index, prefix, at), prefix.name(Kind.CHECKPOINT, len(ids))
+        record = self.index.checkpoint(node, name, len(ids), prefix.digests[-8:])
+        record.in_redis = True
         self.states.add(ids)
 
     @precondition(lambda self: self.blocks)
@@ -314,6 +345,7 @@ class IndexAgainstList(RuleBasedStateMachine):
         assert [record.end_token for record in found.checkpoints] == sorted(
             len(s) for s in self.states if len(s) <= matched and ids[: len(s)] == s
         )
+        assert covered(found.runs) == covered_by_list(self.blocks, ids, matched)
         for node in found.path:
             end = min(node.end_token, matched)
             assert node.has_kv == any(
@@ -327,7 +359,10 @@ class IndexAgainstList(RuleBasedStateMachine):
         names = {Prefix(SPACE, b).name(Kind.KV, len(b)) for b in self.blocks}
         names |= {Prefix(SPACE, s).name(Kind.CHECKPOINT, len(s)) for s in self.states}
         assert {r.name for r in self.index.records() if r.exists} == names
-        assert names or not len(self.index)
+        assert names or not (len(self.index) or self.index.sizes())
+        rows = sum(1 for _ in self.index.records())
+        assert rows == len(self.index.objects)
+        assert names or not rows
 
 
 IndexAgainstList.TestCase.settings = settings(

@@ -23,10 +23,10 @@ GOLDEN_SEALS = {"b": "9f472cae6f89c616", "k": "2b2acdfab5296549"}
 
 def blocks_of(prefix: Prefix) -> list[Block]:
     index = TokenIndex()
-    index.insert(prefix.namespace, prefix.digests, prefix.chain.prefix_hash)
-    path = index.path_to(prefix.namespace, prefix.chain.prefix_hash(len(prefix)))
-    root = path[0].parent
-    return [index.block(prefix.namespace, node) for node in (root, *path)]
+    index.insert(prefix.prompt)
+    path = index.nodes_to(prefix.namespace, prefix.chain.prefix_hash(len(prefix)))
+    root = index.insert(prefix.prompt, 0)
+    return [index.block(prefix.prompt, node) for node in (root, *path)]
 
 
 ROOT, FIRST, SECOND = blocks_of(PREFIX)
@@ -100,7 +100,10 @@ def test_a_manifest_is_byte_for_byte_the_golden_one(manifests, raw):
 
 def test_what_was_forgotten_is_gone_and_the_rest_stays(manifests):
     manifests.commit(ENTRIES)
-    manifests.forget([(FIRST, "k"), (SECOND, "0"), (SECOND, "no such field")])
+    manifests.forget(
+        (block.namespace, block.prefix_hash, field)
+        for block, field in [(FIRST, "k"), (SECOND, "0"), (SECOND, "no such field")]
+    )
     loaded = {block.prefix_hash: entries for block, entries in manifests.load()}
     assert [e.field for e in loaded[FIRST.prefix_hash]] == ["3"]
     assert loaded[SECOND.prefix_hash] == []
@@ -215,7 +218,11 @@ def test_more_manifests_than_one_scan_gives_are_all_loaded(manifests):
 
 def test_a_redis_that_is_not_there_is_unavailable_and_warned_of_once(caplog):
     absent = Manifests("unix:///nowhere/redis.sock", "t:", 60.0, 1.0)
-    calls = [absent.load, lambda: absent.commit(ENTRIES), lambda: absent.forget([(FIRST, "k")])]
+    calls = [
+        absent.load,
+        lambda: absent.commit(ENTRIES),
+        lambda: absent.forget([(SPACE, bytes(32), "k")]),
+    ]
     for call in calls:
         with pytest.raises(StoreUnavailable, match="manifests"):
             call()
