@@ -57,6 +57,12 @@ class TailReplayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(vllm_config, kv_cache_config)
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """As in vLLM's base class: by it the states that vLLM has cached itself are found."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._scheduler is not None:
+            self._scheduler.bind(kv_cache_manager)
+
     @property
     def requires_kv_delivery(self) -> bool:
         """A lost write is a later miss and nothing worse."""
@@ -102,9 +108,12 @@ class TailReplayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         request: Any,
         block_ids: tuple[list[int], ...],
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As in vLLM's base class; blocks are never held back."""
-        del block_ids
-        return False, None if self._scheduler is None else self._scheduler.finished(request)
+        """As in vLLM's base class; blocks are held for a step where the state in them is kept."""
+        return (
+            (False, None)
+            if self._scheduler is None
+            else self._scheduler.finished(request, block_ids)
+        )
 
     def get_kv_connector_stats(self) -> TailReplayStats | None:
         """As in vLLM's base class; all counting is done in the scheduler."""
@@ -161,8 +170,10 @@ class TailReplayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         if self._worker is None:
             return KVConnectorTransferResults()
         self._worker.fill(self._get_connector_metadata())
-        done, failed = self._worker.take_results()
-        return KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
+        done, failed, released = self._worker.take_results()
+        return KVConnectorTransferResults(
+            finished_sending=released, finished_recving=done, failed_recving=failed
+        )
 
     def build_connector_worker_meta(self) -> WorkerNews | None:
         """As in vLLM's base class."""

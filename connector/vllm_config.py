@@ -50,6 +50,9 @@ class VllmSettings(BaseModel):
         int, Field(ge=1, description="least distance of states kept inside a prompt, tokens")
     ] = 512
     store_outputs: Annotated[bool, Field(description="store what was decoded, too")] = True
+    min_answer_tokens: Annotated[
+        int, Field(ge=1, description="shortest answer that leaves the state at its end, tokens")
+    ] = 64
     store_hiddens: Annotated[
         bool | None, Field(description="store hiddens; default: only where the mode uses them")
     ] = None

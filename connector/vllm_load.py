@@ -7,6 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from tailreplay.connector.load import Load, LoadFailed
+from tailreplay.connector.vllm_meta import LOCAL
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.chain import PrefixChain
 from tailreplay.store.errors import TailReplayError
@@ -119,7 +120,7 @@ def _state_ranges(
     checkpoint: StoredCheckpoint | None, whole: ModelDims, local: ModelDims, rank: int
 ) -> list[pb.Range]:
     """One range for all key heads, or one a layer for a share of them."""
-    if checkpoint is None:
+    if checkpoint is None or checkpoint.prefix_hash == LOCAL:
         return []
     layers = len(whole.linear_layers)
     firsts = [layer * whole.key_heads + rank * local.key_heads for layer in range(layers)]

@@ -7,7 +7,7 @@ engine fails, so tokens and names are left out of their representations.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tailreplay.connector.plan import FetchPlan
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 IDLE_S = 0.005
 """Longest wait in a step that runs no forward, seconds."""
+
+LOCAL = b"local"
+"""In place of a state's name: the one that vLLM has cached itself."""
 
 BlockIds = tuple[list[int], ...]
 """Block ids of a request, one list per kv-cache group."""
@@ -51,6 +54,9 @@ class LoadOp:
         plan: boundary, state to start from, what to compute; without ranges.
         local_tokens: tokens that vLLM has cached itself; block-aligned.
         block_ids: where to put what is loaded.
+        local_state: block per kv-cache group (-1 for FA groups) with vLLM's own state, where the
+            gap begins there; None then means that it is gone.
+        adapter: the request's LoRARequest; None without one.
         begin: how the request's rows are kept; None where they are not.
     """
 
@@ -61,7 +67,28 @@ class LoadOp:
     plan: FetchPlan
     local_tokens: int
     block_ids: BlockIds
+    local_state: tuple[int, ...] | None
+    adapter: Any = field(repr=False)
     begin: KeepBegin | None
+
+    @property
+    def starts_locally(self) -> bool:
+        """Whether the gap begins at vLLM's own state."""
+        checkpoint = self.plan.checkpoint
+        return checkpoint is not None and checkpoint.prefix_hash == LOCAL
+
+
+@dataclass(frozen=True, slots=True)
+class LastState:
+    """The state at the end of an answer; its blocks are held until every rank has copied it.
+
+    Attributes:
+        tokens: how many it has seen.
+        blocks: block per kv-cache group that holds it (-1 for FA groups).
+    """
+
+    tokens: int
+    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +125,7 @@ class StepOps:
         dropped: requests whose load is over, by failure (True) or abort (False).
         keeps: rows to keep, in any order.
         finished: requests that will have no more rows, with all their tokens; None = forget them.
+        last_states: states of finished requests that are kept.
         idle: whether the step runs no forward, so that waiting a little costs nobody anything.
     """
 
@@ -106,6 +134,7 @@ class StepOps:
     dropped: dict[str, bool] = field(default_factory=dict)
     keeps: list[KeepOp] = field(default_factory=list)
     finished: dict[str, ExtendedTokens | None] = field(default_factory=dict, repr=False)
+    last_states: dict[str, LastState] = field(default_factory=dict)
     idle: bool = False
 
 

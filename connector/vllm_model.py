@@ -203,6 +203,13 @@ class VllmModel:
             for tensor in module.kv_cache:
                 tensor[blocks[self._gid_of[module.prefix]]].zero_()
 
+    def copy_states(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copies this rank's states from blocks to blocks."""
+        for module in self._linear:
+            gid = self._gid_of[module.prefix]
+            for tensor in module.kv_cache:
+                tensor[target[gid]].copy_(tensor[source[gid]])
+
     def _conv_out(self, block: Tensor, *, copy: bool = True) -> Tensor:
         """A block's conv state as `[channels, width]`."""
         view = block if _conv_is_channel_first() else block.T

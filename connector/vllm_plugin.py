@@ -30,6 +30,10 @@ _LAYERS = (
     ("vllm.model_executor.models.qwen3_next", "Qwen3NextDecoderLayer"),
     ("vllm.model_executor.models.olmo_hybrid", "OlmoHybridDecoderLayer"),
 )
+_ADAPTERS = (
+    ("vllm.lora.worker_manager", "WorkerLoRAManager"),
+    ("vllm.lora.worker_manager", "LRUCacheWorkerLoRAManager"),
+)
 _ATTENTION = ("vllm.model_executor.layers.attention.attention", "Attention")
 
 
@@ -43,6 +47,8 @@ def register() -> None:
         _wrap(module, name, "__init__", _with_capture)
     for module, name in _LAYERS:
         _wrap(module, name, "forward", _with_hidden)
+    for module, name in _ADAPTERS:
+        _wrap(module, name, "create_lora_manager", _with_adapters)
     _wrap(*_ATTENTION, "forward", _with_kv)
 
 
@@ -93,6 +99,21 @@ def _with_kv(original: Any) -> Any:
         return original(self, query, key, value, *args, **kwargs)
 
     return forward
+
+
+def _with_adapters(original: Any) -> Any:
+    def create(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm.lora.layers import LoRAMapping
+
+        from tailreplay.connector.vllm_lora import Adapters
+
+        changed = original(self, model, *args, **kwargs)
+        for module in model.modules():
+            if hasattr(module, "tailreplay_captured"):
+                module.tailreplay_adapters = Adapters(self, LoRAMapping)
+        return changed
+
+    return create
 
 
 def _attach(model: Any, vllm_config: Any) -> None:

@@ -39,6 +39,7 @@ class Piece:
         block_ids: the request's blocks.
         state_blocks: per kv-cache group, the block with its state, before and after.
         writes: whether its keys and values go into the cache; not where better ones are there.
+        adapter: the request's LoRARequest; None without one. The same for all pieces of a batch.
     """
 
     ids: Sequence[int]
@@ -47,6 +48,7 @@ class Piece:
     block_ids: BlockIds
     state_blocks: tuple[int, ...]
     writes: bool = True
+    adapter: Any = None
 
     @property
     def end(self) -> int:
@@ -64,6 +66,7 @@ class Prefiller:
     def __init__(self, model: VllmModel) -> None:
         self._model = model
         self._builders: dict[int, Any] = {}
+        self._adapters = getattr(model.inner, "tailreplay_adapters", None)
 
     @torch.inference_mode()
     def run(self, pieces: Sequence[Piece]) -> None:
@@ -74,6 +77,7 @@ class Prefiller:
         ids, positions = self._inputs(pieces)
         metadata, slots = self._fa_metadata(pieces)
         metadata |= self._state_metadata(pieces)
+        self._use_adapter(pieces[0].adapter, len(ids))
         with self._context(metadata, slots, len(ids)):
             self._model.inner(ids, positions, None)
 
@@ -91,6 +95,7 @@ class Prefiller:
         Source: Tail-Replay, arXiv 2608.30310.
         """
         ids, positions = self._inputs(pieces)
+        self._use_adapter(pieces[0].adapter, len(ids))
         with self._context(self._state_metadata(pieces), {}, len(ids)):
             for group in replay_groups(self._model.inner.config.layer_types):
                 if group.source is None:
@@ -99,6 +104,18 @@ class Prefiller:
                     rows = hidden[group.source].to(self._model.local.device)
                 layers = [self._model.inner.layers[i] for i in group.linear_layers]
                 _run_group(layers, rows, positions)
+
+    def restore_adapters(self) -> None:
+        """Gives the step's own forward, whose logits come later, its adapters back."""
+        if self._adapters is not None:
+            self._adapters.restore()
+
+    def _use_adapter(self, adapter: Any, tokens: int) -> None:
+        """Raises RuntimeError where there is an adapter and no way to use it."""
+        if self._adapters is not None:
+            self._adapters.use(adapter, tokens)
+        elif adapter is not None:
+            raise RuntimeError("a request has an adapter, and vLLM's adapter manager is not known")
 
     def _inputs(self, pieces: Sequence[Piece]) -> tuple[Tensor, Tensor]:
         device = self._model.local.device

@@ -6,32 +6,29 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from tailreplay.connector.client import StoreClient
-from tailreplay.connector.plan import (
-    NOTHING,
-    FetchPlan,
-    ModelShape,
-    StoredPrefix,
-    plan_fetch,
-    stored_prefix,
-)
+from tailreplay.connector.plan import NOTHING, stored_prefix
 from tailreplay.connector.vllm_config import APPROXIMATE, settings_of
+from tailreplay.connector.vllm_local import LocalStates
 from tailreplay.connector.vllm_meta import (
     IDLE_S,
+    LOCAL,
     KeepBegin,
     KeepOp,
+    LastState,
     LoadOp,
     StepOps,
     WorkerNews,
 )
 from tailreplay.connector.vllm_model import state_blocks, state_sizes
 from tailreplay.connector.vllm_names import Namespaces, prompt_tokens
+from tailreplay.connector.vllm_plan import Asked, Tracked, hit_plan, model_shape, report
 from tailreplay.store.errors import TailReplayError
 from tailreplay.store.tokens import extended_tokens
 
@@ -44,45 +41,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MATCH_THREADS = 4
-
-
-@dataclass(slots=True)
-class _Asked:
-    """What a lookup, on its own thread, has found."""
-
-    namespace: bytes
-    stored: StoredPrefix
-    reason: str | None = None
-
-
-@dataclass(slots=True)
-class _Tracked:
-    """One request from its arrival to its end.
-
-    Attributes:
-        attempt: preemptions before the lookup; after one more it is asked again.
-        asked_s: when the lookup was handed to its thread.
-        queried_tokens: tokens beyond vLLM's own hit, since the last answer that is not counted yet.
-        state: 'waiting' until its blocks exist, 'loading' until every rank has the bytes,
-            'filling' until it is reported, 'running'.
-        failed: why no load is tried any more; None = nothing has failed.
-        begun: whether its rows are being kept.
-        last_state: token of the last state that was kept.
-    """
-
-    request: Any
-    tokens: ExtendedTokens
-    policy: CachePolicy
-    asked: Future[_Asked]
-    attempt: int
-    asked_s: float
-    plan: FetchPlan | None = None
-    queried_tokens: int = 0
-    local_tokens: int = 0
-    state: str = "waiting"
-    failed: str | None = None
-    begun: bool = False
-    last_state: int = 0
 
 
 class SchedulerSide:
@@ -107,7 +65,7 @@ class SchedulerSide:
         # vLLM's own cache then says nothing about how exact its numbers are.
         self._mixed = caching and not self._settings.strict
         self._namespaces = Namespaces(vllm_config, self._settings)
-        self._shape = _shape(vllm_config, self._settings.keeps_hiddens)
+        self._shape = model_shape(vllm_config, self._settings.keeps_hiddens)
         self._ranks = vllm_config.parallel_config.world_size
         self._state_sizes = state_sizes(kv_cache_config.kv_cache_groups)
         self._fa_gid = self._state_sizes.index(-1)
@@ -125,15 +83,20 @@ class SchedulerSide:
         self._threads = ThreadPoolExecutor(_MATCH_THREADS, thread_name_prefix="tailreplay-match")
         self._threads.submit(self._client.connect, self._settings.match_timeout_s)
         # Requests by id, what the next step is to be told, and ranks that have answered by id.
-        self._tracked: dict[str, _Tracked] = {}
+        self._tracked: dict[str, Tracked] = {}
         self._next = StepOps()
         self._fetched: dict[str, int] = {}
         self._broken: dict[str, int] = {}
         self._counts: Counter[str] = Counter()
+        self._locals: LocalStates | None = None
 
     def on_new_request(self, request: Any) -> None:
         """Asks the store, so that the answer is there when the request is first scheduled."""
         self._track(request)
+
+    def bind(self, kv_cache_manager: Any) -> None:
+        """Takes vLLM's cache manager, in which states that vLLM has cached itself are found."""
+        self._locals = LocalStates(kv_cache_manager, self._state_sizes)
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond `local_tokens` that can be loaded; (None, False) = ask again.
@@ -144,6 +107,8 @@ class SchedulerSide:
         if tracked is None or tracked.attempt != request.num_preemptions:
             tracked = self._track(request)
         tracked.queried_tokens = request.num_tokens - local_tokens
+        tracked.local_tokens, tracked.local = local_tokens, None
+        tracked.tainted = self._mixed and local_tokens > 0
         if tracked.policy.mode == "off" or tracked.failed is not None:
             return 0, False
         if not tracked.asked.done():
@@ -151,8 +116,9 @@ class SchedulerSide:
                 return None, False
             tracked.failed = "deadline"
             return 0, False
-        tracked.plan = self._plan(tracked, local_tokens)
-        tracked.local_tokens = local_tokens
+        if local_tokens and self._locals is not None:
+            tracked.local = self._locals.find(request, local_tokens)
+        tracked.plan = hit_plan(tracked, self._shape)
         extra = tracked.plan.used_tokens - local_tokens
         return (extra, True) if extra > 0 else (0, False)
 
@@ -166,7 +132,7 @@ class SchedulerSide:
             return
         asked = tracked.asked.result()
         tracked.state = "loading"
-        begin = self._begin(tracked) if tracked.plan.exact else None
+        begin = self._begin(tracked) if tracked.exact else None
         tracked.begun = begin is not None
         self._next.loads.append(
             LoadOp(
@@ -177,9 +143,21 @@ class SchedulerSide:
                 replace(tracked.plan, ranges=(), late_ranges=0),
                 tracked.local_tokens,
                 tuple(list(ids) for ids in block_ids),
+                self._hold_local(tracked),
+                request.lora_request,
                 begin,
             )
         )
+
+    def _hold_local(self, tracked: Tracked) -> tuple[int, ...] | None:
+        """Pins vLLM's own state where the load begins with it, and says in which blocks it is."""
+        checkpoint = None if tracked.plan is None else tracked.plan.checkpoint
+        if checkpoint is None or checkpoint.prefix_hash != LOCAL:
+            return None
+        assert self._locals is not None
+        assert tracked.local is not None
+        held = self._locals.hold(tracked.request.request_id, tracked.local)
+        return tracked.local.block_ids if held else None
 
     def step(self, scheduler_output: Any) -> StepOps:
         """What the workers are told with this step."""
@@ -218,6 +196,7 @@ class SchedulerSide:
             if (tracked := self._tracked.get(request_id)) is None:
                 continue
             tracked.state = "running"
+            self._release(request_id)
             if request_id in failed:
                 tracked.failed = tracked.failed or "evicted"
                 self._counts[f"failed_loads:{tracked.failed}"] += 1
@@ -228,7 +207,7 @@ class SchedulerSide:
         counts, self._counts = self._counts, Counter()
         return dict(counts)
 
-    def _count_answer(self, tracked: _Tracked, extra: int) -> None:
+    def _count_answer(self, tracked: Tracked, extra: int) -> None:
         """Counts where vLLM does: once an answer has led to blocks, preempted requests left out."""
         if not tracked.queried_tokens:
             return
@@ -254,32 +233,67 @@ class SchedulerSide:
             if (tracked := self._tracked.get(request_id)) is not None:
                 tracked.failed = reason
 
-    def finished(self, request: Any) -> dict[str, Any] | None:
-        """A request is over; returns its report if it asked for one."""
+    def finished(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request is over.
+
+        Returns:
+            Whether its blocks are to be held until the workers let go of them, and its report if
+            it asked for one.
+        """
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
-            return None
+            return False, None
+        self._release(request.request_id)
         self._fetched.pop(request.request_id, None)
         self._broken.pop(request.request_id, None)
         if tracked.state in ("loading", "filling"):
             # Its blocks are free only once every rank has let go of them.
             self._next.dropped[request.request_id] = False
             self._next.ready = [r for r in self._next.ready if r != request.request_id]
+        held = False
         if tracked.begun:
-            self._next.finished[request.request_id] = self._final_tokens(tracked)
+            tokens = self._final_tokens(tracked)
+            self._next.finished[request.request_id] = tokens
+            held = tokens is not None and self._keep_last_state(tracked, len(tokens), block_ids)
         wants = (request.kv_transfer_params or {}).get("tailreplay") is not None
-        return {"tailreplay": _report(tracked)} if wants else None
+        return held, {"tailreplay": report(tracked)} if wants else None
+
+    def _keep_last_state(
+        self, tracked: Tracked, tokens: int, block_ids: tuple[list[int], ...]
+    ) -> bool:
+        """Has the state at the end of an answer kept, by the next step, if it is worth it.
+
+        Not where a step is under way that runs one more token: the state is then no longer that
+        of `tokens`.
+        """
+        answered = tokens - len(tracked.tokens)
+        if (
+            tracked.state in ("loading", "filling")
+            or not tracked.exact
+            or answered < self._settings.min_answer_tokens
+            or tracked.request.num_in_flight_tokens
+        ):
+            return False
+        blocks = state_blocks(block_ids, tokens, self._state_sizes)
+        self._next.last_states[tracked.request.request_id] = LastState(tokens, blocks)
+        return True
+
+    def _release(self, request_id: str) -> None:
+        if self._locals is not None:
+            self._locals.release(request_id)
 
     def close(self) -> None:
         """Lets running lookups end, each within its deadline, then gives the connection back."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._client.close()
 
-    def _track(self, request: Any) -> _Tracked:
+    def _track(self, request: Any) -> Tracked:
         before = self._tracked.get(request.request_id)
         policy = self._policy(request)
         tokens = prompt_tokens(request)
-        tracked = _Tracked(
+        tracked = Tracked(
             request,
             tokens,
             policy,
@@ -304,30 +318,19 @@ class SchedulerSide:
             logger.debug("a request wants an unknown mode, the engine's is used")
             return self._settings.policy(self._settings.mode)
 
-    def _ask(self, request: Any, tokens: ExtendedTokens, policy: CachePolicy) -> _Asked:
+    def _ask(self, request: Any, tokens: ExtendedTokens, policy: CachePolicy) -> Asked:
         """Runs on a thread of its own. Never raises what a request would have to know of."""
         namespace = self._namespaces.of(request)
         if policy.mode == "off":
-            return _Asked(namespace, NOTHING)
+            return Asked(namespace, NOTHING)
         try:
             answer = self._client.match(namespace, tokens)
         except TailReplayError as error:
             logger.debug("prefill instead: %s", error)
-            return _Asked(namespace, NOTHING, "store_down")
-        return _Asked(namespace, stored_prefix(answer))
+            return Asked(namespace, NOTHING, "store_down")
+        return Asked(namespace, stored_prefix(answer))
 
-    def _plan(self, tracked: _Tracked, local_tokens: int) -> FetchPlan:
-        """The plan; no load where vLLM gets further by going on from its own hit."""
-        asked = tracked.asked.result()
-        plan = plan_fetch(asked.stored, len(tracked.tokens), tracked.policy, self._shape)
-        if local_tokens:
-            plan = _beyond_local(plan, local_tokens)
-        # Even a tail of all rows is not exact: stored hiddens are rounded sums.
-        inexact = plan.replay_first is not None or (self._mixed and local_tokens > 0)
-        plan = replace(plan, exact=plan.exact and not inexact)
-        return _before_media(plan, tracked.request)
-
-    def _begin(self, tracked: _Tracked) -> KeepBegin | None:
+    def _begin(self, tracked: Tracked) -> KeepBegin | None:
         if not tracked.asked.done() or tracked.policy.mode == "off":
             return None
         asked = tracked.asked.result()
@@ -358,10 +361,9 @@ class SchedulerSide:
             if keep is not None:
                 ops.keeps.append(keep)
 
-    def _keep(self, tracked: _Tracked, first: int, rows: int, table: Any) -> KeepOp | None:
+    def _keep(self, tracked: Tracked, first: int, rows: int, table: Any) -> KeepOp | None:
         prompt = len(tracked.tokens)
-        exact = tracked.plan is None or tracked.plan.exact
-        if not exact or (first >= prompt and not self._settings.store_outputs):
+        if not tracked.exact or (first >= prompt and not self._settings.store_outputs):
             return None
         begin = None
         if not tracked.begun:
@@ -384,7 +386,7 @@ class SchedulerSide:
             put=first < prompt <= end,
         )
 
-    def _wants_state(self, tracked: _Tracked, end: int) -> bool:
+    def _wants_state(self, tracked: Tracked, end: int) -> bool:
         """A state is kept at the prompt's end, and inside it where the last one is far."""
         prompt = len(tracked.tokens)
         if end > prompt:
@@ -396,7 +398,7 @@ class SchedulerSide:
         tracked.last_state = end
         return True
 
-    def _final_tokens(self, tracked: _Tracked) -> ExtendedTokens | None:
+    def _final_tokens(self, tracked: Tracked) -> ExtendedTokens | None:
         """All tokens whose rows have been kept, where there are more than the prompt's."""
         request = tracked.request
         total = request.num_computed_tokens
@@ -405,64 +407,3 @@ class SchedulerSide:
         tokens = extended_tokens(request.all_token_ids[:total])
         tokens[: len(tracked.tokens)] = tracked.tokens
         return tokens
-
-
-def _shape(vllm_config: Any, hiddens: bool) -> ModelShape:
-    from tailreplay.replay.groups import FULL, replay_groups
-
-    kinds = vllm_config.model_config.hf_text_config.layer_types
-    sources = [g.source for g in replay_groups(kinds) if g.source is not None]
-    return ModelShape(
-        kinds.count(FULL),
-        vllm_config.model_config.get_total_num_kv_heads(),
-        len(sources) if hiddens else 0,
-    )
-
-
-def _beyond_local(plan: FetchPlan, local_tokens: int) -> FetchPlan:
-    """The plan, or a miss if its gap begins before the end of vLLM's own hit.
-
-    The state there can not be the start of a gap: vLLM leaves its block out of the table of a
-    request that loads more, and hands it out again.
-    """
-    if plan.used_tokens > local_tokens and plan.prefill_from >= local_tokens:
-        return plan
-    lost = {**plan.lost, "local": plan.used_tokens} if plan.used_tokens else plan.lost
-    return FetchPlan("miss", True, plan.matched_tokens, lost=lost)
-
-
-def _before_media(plan: FetchPlan, request: Any) -> FetchPlan:
-    """A plan that runs no token behind a medium: its positions and inputs are the engine's matter.
-
-    The boundary moves back to where the stored state is.
-    """
-    media = min((f.mm_position.offset for f in request.mm_features or ()), default=None)
-    computed = plan.recomputed_tokens or plan.replayed_tokens
-    if media is None or plan.used_tokens <= media or not computed:
-        return plan
-    if plan.replay_first is not None or not plan.prefill_from:
-        lost = plan.used_tokens
-        return FetchPlan("miss", True, plan.matched_tokens, lost={**plan.lost, "media": lost})
-    lost = plan.recomputed_tokens
-    return replace(plan, used_tokens=plan.prefill_from, lost={**plan.lost, "media": lost})
-
-
-def _report(tracked: _Tracked) -> dict[str, Any]:
-    plan = tracked.plan
-    if plan is None:
-        return {"mode": "miss", "miss_reason": tracked.failed, "matched_tokens": 0}
-    reason = None
-    if plan.mode == "miss":
-        worst = max(plan.lost, key=plan.lost.__getitem__, default="not_stored")
-        reason = tracked.asked.result().reason or worst
-    return {
-        "mode": plan.mode,
-        "miss_reason": reason,
-        "matched_tokens": plan.matched_tokens,
-        "used_tokens": plan.used_tokens,
-        "local_tokens": tracked.local_tokens,
-        "replayed_tokens": plan.replayed_tokens,
-        "recomputed_tokens": plan.recomputed_tokens,
-        "checkpoint_token": plan.checkpoint_token,
-        "lost": dict(plan.lost),
-    }

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from tailreplay.connector.plan import FetchPlan
     from tailreplay.connector.vllm_capture import Capture
-    from tailreplay.connector.vllm_meta import KeepOp
+    from tailreplay.connector.vllm_meta import KeepOp, LastState
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +95,8 @@ class WorkerSide:
         self._news = threading.Event()
         self._done: set[str] = set()
         self._failed: set[str] = set()
+        # Finished requests whose blocks nobody needs any more.
+        self._released: set[str] = set()
 
     def start_loads(self, ops: StepOps) -> None:
         """Begins to fetch what the step names."""
@@ -107,6 +109,9 @@ class WorkerSide:
                 self._model.shard.rank,
             )
             self._loads[op.request_id] = load
+            if op.starts_locally and op.local_state is None:
+                self._arrived(op.request_id, "evicted")
+                continue
             load.start(
                 self._client,
                 self._whole.geometry,
@@ -116,6 +121,7 @@ class WorkerSide:
 
     def keep(self, ops: StepOps, slot_mapping: Mapping[str, Tensor] | None) -> None:
         """Keeps the rows and states of the step's forward; sends what is complete."""
+        self._keep_last_states(ops.last_states)
         for request_id, tokens in ops.finished.items():
             if self._keeper is not None:
                 if tokens is not None:
@@ -142,16 +148,18 @@ class WorkerSide:
             logger.exception("loads are given up, prefill instead")
             for request_id in {*ops.ready, *self._filling}:
                 self._drop(request_id, True)
+        if not ops.idle:
+            self._prefiller.restore_adapters()
         if ops.idle and self._loads and not self._filling and not self._done:
             # vLLM would step again at once, and keep the interpreter from the fetching threads.
             self._news.wait(IDLE_S)
             self._news.clear()
 
-    def take_results(self) -> tuple[set[str], set[str]]:
-        """Requests whose load is over, and those among them that failed."""
-        done, failed = self._done, self._failed
-        self._done, self._failed = set(), set()
-        return done, failed
+    def take_results(self) -> tuple[set[str], set[str], set[str]]:
+        """Requests whose load is over, those among them that failed, and those let go of."""
+        found = self._done, self._failed, self._released
+        self._done, self._failed, self._released = set(), set(), set()
+        return found
 
     def take_news(self) -> WorkerNews | None:
         """What this rank tells the scheduler's side."""
@@ -216,15 +224,17 @@ class WorkerSide:
         checkpoint = load.op.plan.checkpoint
         if checkpoint is None:
             self._model.clear_states(blocks)
+        elif load.op.local_state is not None:
+            self._model.copy_states(load.op.local_state, blocks)
         else:
             units = np.concatenate([self._rows(load, n) for n in load.state_numbers])
             self._model.write_states(blocks, self._local.unpack_checkpoint(units))
 
     def _close_gaps(self) -> None:
         """Runs the next pieces of all gaps and tails; reports the loads that are complete."""
-        due = self._due()
-        self._prefill([pair for pair in due if not pair[0].load.hidden_numbers])
-        self._replay([pair for pair in due if pair[0].load.hidden_numbers])
+        for due in _by_adapter(self._due()):
+            self._prefill([pair for pair in due if not pair[0].load.hidden_numbers])
+            self._replay([pair for pair in due if pair[0].load.hidden_numbers])
         for request_id, filling in list(self._filling.items()):
             if filling.at == filling.load.op.plan.used_tokens:
                 self._complete(request_id, filling)
@@ -241,7 +251,8 @@ class WorkerSide:
                 past = filling.at - filling.no_past
                 writes = filling.at >= op.plan.prefill_from
                 blocks = filling.state_blocks
-                due.append((filling, Piece(ids, filling.at, past, op.block_ids, blocks, writes)))
+                piece = Piece(ids, filling.at, past, op.block_ids, blocks, writes, op.adapter)
+                due.append((filling, piece))
                 budget -= len(ids)
         return due
 
@@ -318,6 +329,15 @@ class WorkerSide:
             if keep.put:
                 self._keeper.put(keep.request_id)
 
+    def _keep_last_states(self, last_states: Mapping[str, LastState]) -> None:
+        """Keeps the states at the ends of answers, and lets go of the requests' blocks."""
+        for request_id, last in last_states.items():
+            self._released.add(request_id)
+            try:
+                self._keep_state(request_id, last.tokens, last.blocks)
+            except Exception:  # whatever it is, the engine does not need it
+                logger.exception("a state is not stored")
+
     def _keep_state(self, request_id: str, tokens: int, blocks: Sequence[int]) -> None:
         """All ranks call it: each gives its heads' part of the state."""
         packed = self._local.pack_checkpoint(self._model.read_states(blocks))
@@ -332,6 +352,15 @@ class WorkerSide:
     def _rows(self, load: RankLoad, number: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         assert load.load is not None
         return load.load.buffers[number]
+
+
+def _by_adapter(due: Sequence[tuple[_Filling, Piece]]) -> list[list[tuple[_Filling, Piece]]]:
+    """Pieces of each adapter: vLLM has room for a few adapters in one forward."""
+    groups: dict[int, list[tuple[_Filling, Piece]]] = {}
+    for pair in due:
+        adapter = pair[1].adapter
+        groups.setdefault(0 if adapter is None else adapter.lora_int_id, []).append(pair)
+    return list(groups.values())
 
 
 def _compute_from(plan: FetchPlan) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from vllm_engine import Engine
-from vllm_models import olmo_hybrid, qwen3_next, qwen35
+from vllm_models import ADAPTER_RANK, lora_adapter, olmo_hybrid, qwen3_next, qwen35
 
 from tailreplay.store import serve_in_thread
 from tailreplay.store.objects import Kind
@@ -191,7 +191,7 @@ def test_case_79_local_hits_are_in_no_external_count(chunked: Any):
     local = found["report"]["local_tokens"]
     assert local == 768
     assert more["queries"] == 800 - local
-    assert more["hits"] == found["cached"] - local == 0
+    assert more["hits"] == found["cached"] - local == 799 - 768
     assert_counts_agree(more)
 
 
@@ -264,17 +264,45 @@ def test_case_32_a_local_hit_is_completed_from_the_store(chunked: Any):
     assert worst(found, cold) <= 2 * noise
 
 
-def test_case_32_vllm_goes_on_from_a_local_hit_behind_the_stored_state(chunked: Any):
+def test_case_32_a_gap_begins_at_the_state_that_vllm_has_itself(chunked: Any):
     prompt = tokens(1400, seed=26)
-    asked = branch(prompt, 700)
-    cold = chunked.generate(prompts=[asked], mode="off", cache_salt="cold again")
-    noise = worst([chunked.cut(prompt=asked, cuts=[512, 799])], cold)
-    chunked.generate(prompts=[prompt])
-    chunked.generate(prompts=[asked])
-    found = chunked.generate(prompts=[asked])
-    assert found[0]["cached"] == 768
-    assert found[0]["report"]["lost"] == {"local": 799}
-    assert worst(found, cold) <= 2 * noise
+    chunked.generate(prompts=[prompt], cache_salt="own")
+    found = chunked.compare(
+        prompt=branch(prompt, 1350, 50),
+        cuts=[512, 1024, 1280, 1350],
+        noise_cuts=[65, 1350],
+        salts=["own", "a", "b"],
+    )
+    assert (found["cached"], found["report"]["local_tokens"]) == (1350, 1280)
+    # What is stored is farther behind: a state at 1024.
+    assert found["report"]["checkpoint_token"] == 1280
+    assert found["state_error"] == 0
+    # The state at the boundary has been stored, so the next one there has no gap.
+    again = chunked.generate(prompts=[branch(prompt, 1350, 50, turn=2)], cache_salt="own")[0]
+    assert (again["cached"], again["report"]["recomputed_tokens"]) == (1350, 0)
+    assert chunked.held_states() == 0
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_case_13_a_turn_of_a_chat_prefills_only_what_is_new(
+    request: pytest.FixtureRequest, caching: bool
+):
+    engine = request.getfixturevalue("chunked" if caching else "eager")
+    new = 30
+    prompt = tokens(400, seed=27)
+    free = engine.free_blocks()
+    for turn in range(10):
+        found = engine.generate(prompts=[prompt], tokens=70)[0]
+        if turn:
+            # Beside the new tokens, the last of the answer: it was sampled and never run.
+            prefilled = len(prompt) - found["cached"] + found["report"]["recomputed_tokens"]
+            assert prefilled == new + 1, (turn, found["report"])
+        prompt = prompt + found["tokens"] + tokens(new, seed=100 + turn)
+    last = prompt[: len(prompt) - new - 70]
+    plain = engine.generate(prompts=[last], mode="off", cache_salt=f"plain{caching}")
+    noise = worst([engine.cut(prompt=last, cuts=[33])], plain)
+    assert worst([found], plain) <= 2 * noise
+    assert engine.free_blocks() == free
 
 
 def test_case_12_no_setting_lowers_what_is_matched(eager: Any, chunked: Any):
@@ -401,6 +429,55 @@ def test_experts_are_the_models_own_in_a_gap(
     assert found["cached"] == 777
     assert found["state_error"] == 0
     assert found["tokens_equal"]
+
+
+@pytest.fixture(scope="module")
+def lora(
+    start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, list[Any], list[Any]]:
+    """An engine, and two adapters of one name."""
+    folder = tmp_path_factory.mktemp("lora")
+    small = qwen35(folder / "model", layers=4)
+    engine = start(model=small, enable_lora=True, max_loras=1, max_lora_rank=ADAPTER_RANK)
+    paths = [lora_adapter(folder / name, small, seed) for seed, name in enumerate("ab")]
+    one, other = (["tuned", number, str(path)] for number, path in enumerate(paths, 1))
+    return engine, one, other
+
+
+def test_case_38_and_39_adapters_share_nothing_even_under_one_name(lora: Any):
+    engine, one, other = lora
+    prompt = tokens(700, seed=40)
+    asked = branch(prompt, 555)
+    engine.generate(prompts=[prompt], adapter=one)
+    for stranger in (other, None):
+        plain = engine.generate(prompts=[asked], adapter=stranger, mode="off")
+        found = engine.generate(prompts=[asked], adapter=stranger)
+        assert found[0]["cached"] == 0
+        assert worst(found, plain) == 0
+    assert engine.generate(prompts=[asked], adapter=one)[0]["cached"] == 555
+    found = engine.generate(prompts=[asked], adapter=one, cache_salt="tenant")
+    assert found[0]["cached"] == 0
+    found = engine.generate(prompts=[branch(prompt, 555, turn=2)], adapter=one, cache_salt="tenant")
+    assert found[0]["cached"] == 555
+
+
+def test_a_gap_is_run_with_the_requests_own_adapter(lora: Any):
+    engine, one, other = lora
+    prompt = tokens(700, seed=41)
+    for adapter, name in ((one, "one"), (other, "other"), (None, "none")):
+        engine.generate(prompts=[prompt], adapter=adapter, cache_salt=name)
+        # Whichever adapter ran last, it is not this request's.
+        engine.generate(prompts=[prompt[:20]], adapter=other if adapter is one else one)
+        found = engine.compare(
+            prompt=branch(prompt, 333),
+            cuts=[333],
+            noise_cuts=[33, 333],
+            salts=[name, f"a{name}", f"b{name}"],
+            adapter=adapter,
+        )
+        assert (found["cached"], found["report"]["recomputed_tokens"]) == (333, 333)
+        assert found["state_error"] == 0
+        assert found["tokens_equal"]
 
 
 def test_olmo_hybrid_is_exact_between_blocks(

@@ -18,6 +18,8 @@ from tailreplay.connector.plan import FetchPlan, StoredCheckpoint
 from tailreplay.connector.vllm_config import check_supported, is_tested, settings_of
 from tailreplay.connector.vllm_keep import Keeper
 from tailreplay.connector.vllm_load import RankLoad
+from tailreplay.connector.vllm_local import LocalStates
+from tailreplay.connector.vllm_lora import Adapters
 from tailreplay.connector.vllm_meta import KeepBegin, KeepOp, LoadOp, StepOps, WorkerNews
 from tailreplay.connector.vllm_model import ModelDims, Shard, state_blocks
 from tailreplay.connector.vllm_names import Namespaces, media_element, prompt_tokens
@@ -169,7 +171,10 @@ def test_news_of_ranks_add_up():
 def test_tokens_and_names_are_not_in_what_vllm_logs():
     tokens = extended_tokens([4711] * 3)
     begin = KeepBegin(b"secret" * 5, tokens, 0, (), ())
-    load = LoadOp("r", b"secret" * 5, b"secret", tokens, FetchPlan("exact", True, 3), 0, (), begin)
+    load = LoadOp(
+        *("r", b"secret" * 5, b"secret", tokens, FetchPlan("exact", True, 3)),
+        *(0, (), None, None, begin),
+    )
     ops = StepOps(
         loads=[load], keeps=[KeepOp("r", 0, 3, 0, begin, None, True)], finished={"r": tokens}
     )
@@ -213,7 +218,7 @@ def dims(ranks: int = 1) -> ModelDims:
 
 def load_op(plan: FetchPlan, local_tokens: int = 0) -> LoadOp:
     tokens = extended_tokens(list(range(1000)))
-    return LoadOp("r", bytes(32), b"leaf", tokens, plan, local_tokens, ((1,),), None)
+    return LoadOp("r", bytes(32), b"leaf", tokens, plan, local_tokens, ((1,),), None, None, None)
 
 
 def test_a_rank_asks_for_its_own_heads_only():
@@ -345,6 +350,7 @@ def incoming(ids: list[int]) -> Any:
         num_tokens=len(ids),
         num_preemptions=0,
         num_computed_tokens=0,
+        num_in_flight_tokens=0,
         kv_transfer_params=None,
     )
 
@@ -402,6 +408,71 @@ def test_case_25_no_token_is_used_whose_keys_and_values_are_not_there(
         side.close()
 
 
+class Block:
+    """vLLM's block, as far as it is looked at."""
+
+    def __init__(self, number: int, name: str | None) -> None:
+        self.block_id, self.block_hash, self.is_null = number, name, name is None
+
+
+class Manager:
+    """vLLM's cache manager with one FA and one linear group of blocks of 4 tokens."""
+
+    def __init__(self, *states: Block) -> None:
+        self.groups = ([Block(9, "kv")] * len(states), list(states))
+        self.pinned: list[Block] = []
+        self.block_pool = SimpleNamespace(touch=self.pinned.extend, free_blocks=self._free)
+
+    def get_computed_blocks(self, request: Any) -> Any:
+        return SimpleNamespace(blocks=self.groups), 4 * len(self.groups[1]), 0
+
+    def _free(self, blocks: list[Block]) -> None:
+        for block in blocks:
+            self.pinned.remove(block)
+
+
+def test_a_state_of_vllms_own_is_pinned_while_a_load_begins_with_it():
+    manager = Manager(Block(0, None), Block(7, "state"))
+    states = LocalStates(manager, (-1, 4))
+    found = states.find(None, 8)
+    assert found is not None
+    assert found.block_ids == (-1, 7)
+    assert states.hold("r", found)
+    assert [b.block_id for b in manager.pinned] == [7]
+    states.release("r")
+    states.release("r")
+    assert manager.pinned == []
+
+
+def test_a_state_that_vllm_has_given_away_is_not_pinned():
+    manager = Manager(Block(7, "state"))
+    states = LocalStates(manager, (-1, 4))
+    found = states.find(None, 4)
+    assert found is not None
+    manager.groups[1][0].block_hash = "another"
+    assert not states.hold("r", found)
+    assert manager.pinned == []
+    assert len(states) == 0
+
+
+def test_no_state_is_found_where_vllms_hit_ends_elsewhere_or_its_block_is_nobodys():
+    assert LocalStates(Manager(Block(7, "state")), (-1, 4)).find(None, 8) is None
+    assert LocalStates(Manager(Block(0, None)), (-1, 4)).find(None, 4) is None
+
+
+def test_a_gap_uses_its_requests_adapter_and_leaves_the_steps_own():
+    told: list[Any] = []
+    manager = SimpleNamespace(set_active_adapters=lambda *said: told.append(said))
+    adapters = Adapters(manager, lambda tokens, prompts, is_prefill: tokens)
+    manager.set_active_adapters({"a"}, "mapping of the step")
+    adapters.use(None, 2)
+    adapters.restore()
+    adapters.restore()
+    assert [said[0] for said in told] == [{"a"}, set(), {"a"}]
+    assert told[1][1] == (0, 0)
+    assert told[2][1] == "mapping of the step"
+
+
 @pytest.fixture
 def loading() -> Iterator[tuple[SchedulerSide, Any]]:
     """A scheduler's side of two ranks, and a request of which 600 tokens are being loaded."""
@@ -446,7 +517,7 @@ def test_case_49_an_aborted_load_is_dropped_once_however_far_it_is(loading: Any,
     side.heard(WorkerNews({"r": ranks_done}), set(), set())
     if ranks_done == 2:
         assert side.step(empty_step()).ready == ["r"]
-    side.finished(asked)
+    side.finished(asked, ())
     assert side.step(empty_step()).dropped == {"r": False}
     side.heard(WorkerNews({"r": 2 - ranks_done}), {"r"}, set())
     step = side.step(empty_step())
@@ -468,7 +539,7 @@ def test_case_49_a_request_aborted_before_its_load_leaves_nothing(tmp_path: Any,
     if answers:
         side._tracked["r"].asked.result()
         assert side.matched(asked, 0) == (0, False)
-    side.finished(asked)
+    side.finished(asked, ())
     assert side.step(empty_step()) == StepOps(idle=True)
     assert_nothing_is_left(side)
     side.close()
@@ -479,7 +550,7 @@ def test_case_49_a_load_that_has_been_reported_is_not_dropped_by_a_later_abort(l
     side.heard(WorkerNews({"r": 2}), set(), set())
     side.step(empty_step())
     side.heard(None, {"r"}, set())
-    side.finished(asked)
+    side.finished(asked, ())
     assert side.step(empty_step()).dropped == {}
     assert_nothing_is_left(side)
 

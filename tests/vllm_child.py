@@ -22,6 +22,7 @@ sys.path.append(str(Path(__file__).resolve().parent))
 
 import vllm_olmo
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 
 
 class Child:
@@ -41,8 +42,9 @@ class Child:
         mode: str | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
+        adapter: list[Any] | None = None,
     ) -> str:
-        """Adds a request; returns its name."""
+        """Adds a request, with an adapter (name, number, folder) or without; returns its name."""
         self.number += 1
         name = f"r{self.number}"
         inputs: dict[str, Any] = {"prompt_token_ids": prompt}
@@ -57,7 +59,8 @@ class Child:
             logprobs=-1 if tokens > 1 else None,
             extra_args={"kv_transfer_params": {"tailreplay": wanted}},
         )
-        self.engine.add_request(name, inputs, sampling, priority=priority)
+        lora = None if adapter is None else LoRARequest(*adapter)
+        self.engine.add_request(name, inputs, sampling, priority=priority, lora_request=lora)
         return name
 
     def run(self, limit_s: float = 90.0) -> dict[str, Any]:
@@ -103,16 +106,21 @@ class Child:
             worker._keeper._sender.submit(lambda: None).result()
 
     def compare(
-        self, prompt: list[int], cuts: list[int], noise_cuts: list[int], salts: list[str]
+        self,
+        prompt: list[int],
+        cuts: list[int],
+        noise_cuts: list[int],
+        salts: list[str],
+        adapter: list[Any] | None = None,
     ) -> dict[str, Any]:
         """A hit beside prefills of the same prompt, cut at `cuts` and at `noise_cuts`.
 
         States are read from the engine's own cache after the last cut, in each case before the
         rest of the prompt runs. `salts` name the stored prefix, and two fresh ones.
         """
-        reference = self._cut_prefill(prompt, cuts, salts[1])
-        other = self._cut_prefill(prompt, noise_cuts, salts[2])
-        hit = self._hit(prompt, salts[0])
+        reference = self._cut_prefill(prompt, cuts, salts[1], adapter)
+        other = self._cut_prefill(prompt, noise_cuts, salts[2], adapter)
+        hit = self._hit(prompt, salts[0], adapter)
         return {
             "cached": hit["cached"],
             "report": hit["report"],
@@ -143,6 +151,11 @@ class Child:
         """Blocks that vLLM could hand out now."""
         return int(self.scheduler().kv_cache_manager.block_pool.get_num_free_blocks())
 
+    def held_states(self) -> int:
+        """Requests for which a state of vLLM's own is pinned."""
+        locals_ = self.scheduler().connector._scheduler._locals
+        return 0 if locals_ is None else len(locals_)
+
     def metric(self, name: str) -> float:
         """Value of one of vLLM's own counters."""
         return sum(m.value for m in self.llm.get_metrics() if m.name == name)
@@ -163,11 +176,13 @@ class Child:
         """Preemptions so far."""
         return self.metric("vllm:num_preemptions")
 
-    def _cut_prefill(self, prompt: list[int], cuts: list[int], salt: str) -> dict[str, Any]:
+    def _cut_prefill(
+        self, prompt: list[int], cuts: list[int], salt: str, adapter: list[Any] | None = None
+    ) -> dict[str, Any]:
         """A plain prefill, cut by the scheduler's own budget."""
         scheduler = self.scheduler()
         before = scheduler.max_num_scheduled_tokens
-        name = self.add(prompt, 24, mode="off", cache_salt=salt)
+        name = self.add(prompt, 24, mode="off", cache_salt=salt, adapter=adapter)
         inner = self._inner(name)
         for cut in cuts:
             # With prefix caching on vLLM may stop before the cut, at a block boundary.
@@ -178,8 +193,8 @@ class Child:
         scheduler.max_num_scheduled_tokens = before
         return self.run()[name] | {"states": states}
 
-    def _hit(self, prompt: list[int], salt: str) -> dict[str, Any]:
-        name = self.add(prompt, 24, cache_salt=salt)
+    def _hit(self, prompt: list[int], salt: str, adapter: list[Any] | None) -> dict[str, Any]:
+        name = self.add(prompt, 24, cache_salt=salt, adapter=adapter)
         scheduler = self.scheduler()
         inner = self._inner(name)
         self._step_until(lambda: inner in scheduler.finished_recving_kv_req_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,30 @@ def olmo_hybrid(folder: Path, *, hidden: int = 128, vocab: int = 512) -> Path:
     weights = {_vllm_name(name): w for name, w in load_file(file).items()}
     _cut_convs(weights, config)
     save_file(weights, file, metadata={"format": "pt"})
+    return folder
+
+
+ADAPTER_RANK = 8
+
+
+def lora_adapter(folder: Path, model: Path, seed: int) -> Path:
+    """A random adapter of a saved model, on its attention, its mixers and its MLPs."""
+    names = ("q_proj", "v_proj", "o_proj", "in_proj_qkv", "out_proj", "up_proj", "down_proj")
+    draw = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, weight in load_file(model / "model.safetensors").items():
+        if name.removesuffix(".weight").rpartition(".")[2] in names:
+            base = f"base_model.model.{name.removesuffix('.weight')}"
+            rows, columns = weight.shape
+            down = torch.randn(ADAPTER_RANK, columns, generator=draw) * columns**-0.5
+            up = torch.randn(rows, ADAPTER_RANK, generator=draw) * 0.3
+            weights[f"{base}.lora_A.weight"] = down.to(torch.bfloat16)
+            weights[f"{base}.lora_B.weight"] = up.to(torch.bfloat16)
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": ADAPTER_RANK, "lora_alpha": ADAPTER_RANK}
+    config |= {"target_modules": list(names), "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 
 
