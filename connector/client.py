@@ -16,6 +16,7 @@ from tailreplay.connector.step import Step, step_of
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.proto import store_pb2_grpc as rpc
 from tailreplay.store.address import checked_address
+from tailreplay.store.credentials import NO_CREDENTIALS, Credentials
 from tailreplay.store.errors import StoreUnavailable, TailReplayError, from_rpc_error
 from tailreplay.store.tokens import to_wire
 
@@ -92,10 +93,11 @@ class StoreClient:
         match_timeout_s: deadline of Match, unless a call says otherwise.
         call_timeout_s: deadline of other unary calls.
         lanes: whether payload goes over data lanes where the store has them, else gRPC alone.
+        credentials: who the client is, and whom it takes for the store.
         clock: seconds that only grow, for the breaker.
 
     Raises:
-        ValueError: `address` is none.
+        ValueError: `address` is none, or the credentials do not go with it.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class StoreClient:
         match_timeout_s: float = 0.25,
         call_timeout_s: float = 5.0,
         lanes: bool = True,
+        credentials: Credentials = NO_CREDENTIALS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address = checked_address(address)
@@ -113,9 +116,9 @@ class StoreClient:
         self._breaker = Breaker(f"store at {address}", clock)
         # Of its own, or a store that answers lookups but whose streams stall would stall them all.
         self._stream_breaker = Breaker(f"streams of the store at {address}", clock)
-        self._channel = grpc.insecure_channel(
+        self._channel = credentials.channel(
             address,
-            options=[
+            [
                 ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
                 # A store that comes back is found by the next lookup, within its deadline.
@@ -130,7 +133,7 @@ class StoreClient:
             ],
         )
         self._stub = rpc.StoreStub(self._channel)
-        self._lanes = Lanes(address, self._open_lane if lanes else None)
+        self._lanes = Lanes(address, self._open_lane if lanes else None, credentials.context())
 
     def __enter__(self) -> StoreClient:
         return self

@@ -10,10 +10,8 @@ import logging
 import mmap
 import os
 import select
-import socket
 import threading
 import time
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -39,6 +37,7 @@ from tailreplay.store.lane_wire import (
     RecordKind,
     Request,
     connect,
+    hang_up,
     receive,
     receive_into,
     send,
@@ -46,6 +45,8 @@ from tailreplay.store.lane_wire import (
 )
 
 if TYPE_CHECKING:
+    import socket
+    import ssl
     from collections.abc import Callable, Iterator, Sequence
 
     import numpy.typing as npt
@@ -115,8 +116,7 @@ class LaneSocket:
 
     def close(self) -> None:
         """Closes it; a thread that waits on it wakes up."""
-        with suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)
+        hang_up(self.sock)
         self.sock.close()
 
 
@@ -126,10 +126,17 @@ class Lanes:
     Args:
         address: the store's gRPC address.
         open_lane: asks for a ticket, and raises grpc.RpcError; None = no lanes.
+        tls: for a lane over TCP; None = in the clear.
     """
 
-    def __init__(self, address: str, open_lane: Callable[[], pb.OpenLaneResponse] | None) -> None:
+    def __init__(
+        self,
+        address: str,
+        open_lane: Callable[[], pb.OpenLaneResponse] | None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self._address = address
+        self._tls = tls
         self._open_lane = open_lane
         # Guarded by _lock: lanes nobody uses, when to try to open one again after a failure, the
         # mapped segment with its device and inode, and whether all of it is over.
@@ -225,7 +232,7 @@ class Lanes:
             return None
 
     def _greet(self, answer: pb.OpenLaneResponse) -> socket.socket:
-        sock = connect(self._lane_address(answer.address), _CONNECT_S)
+        sock = connect(self._lane_address(answer.address), _CONNECT_S, self._tls)
         try:
             sock.sendall(HELLO.pack(MAGIC, VERSION, 0, answer.ticket))
             receive(sock, 1)
@@ -291,8 +298,7 @@ class LaneStream:
     def cancel(self) -> None:
         """Ends the stream; the store gives its pins back."""
         self._cancelled.set()
-        with suppress(OSError):
-            self._lane.sock.shutdown(socket.SHUT_RDWR)
+        hang_up(self._lane.sock)
 
     def stalled(self) -> None:
         """Counts against the store that nothing has come for too long."""

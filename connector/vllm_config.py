@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from tailreplay.connector.client import default_address
 from tailreplay.connector.identity import MAX_DIGESTED_BYTES
 from tailreplay.connector.policy import CachePolicy, Mode
+from tailreplay.store.credentials import NO_CREDENTIALS, Credentials
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,9 @@ class VllmSettings(BaseModel):
     store: Annotated[str, Field(description="address of the store; default: the sidecar's")] = (
         Field(default_factory=default_address)
     )
+    credentials: Annotated[
+        Credentials, Field(description="ca, cert, key and token_file for the store")
+    ] = NO_CREDENTIALS
     mode: Annotated[Mode, Field(description="how a hit is used, unless a request says")] = "exact"
     replay_ratio: Annotated[
         float, Field(gt=0, le=1, description="r: tail length as a part of the matched tokens")

@@ -78,7 +78,9 @@ class SchedulerSide:
             "" if self._settings.store_outputs else "not ",
         )
         self._client = StoreClient(
-            self._settings.store, match_timeout_s=self._settings.match_timeout_s
+            self._settings.store,
+            match_timeout_s=self._settings.match_timeout_s,
+            credentials=self._settings.credentials,
         )
         self._threads = ThreadPoolExecutor(_MATCH_THREADS, thread_name_prefix="tailreplay-match")
         self._threads.submit(self._client.connect, self._settings.match_timeout_s)

@@ -80,7 +80,9 @@ class WorkerSide:
             self._settings.max_step_tokens, vllm_config.scheduler_config.max_num_batched_tokens
         )
         self._client = StoreClient(
-            self._settings.store, match_timeout_s=self._settings.match_timeout_s
+            self._settings.store,
+            match_timeout_s=self._settings.match_timeout_s,
+            credentials=self._settings.credentials,
         )
         self._keeper = (
             Keeper(self._client, self._whole, self._settings.put_timeout_s)

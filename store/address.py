@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+
 MAX_SOCKET_PATH_BYTES = 107
 """What the kernel takes as the path of a Unix socket."""
 
@@ -38,3 +40,18 @@ def checked_address(address: object) -> str:
 def socket_path(address: str) -> str:
     """Path of a Unix socket's address."""
     return address.removeprefix("unix:").removeprefix("//")
+
+
+def host_of(address: str) -> str:
+    """Host of a TCP address, without the brackets of an IPv6 one."""
+    return address.rpartition(":")[0].strip("[]")
+
+
+def is_local(address: str) -> bool:
+    """Whether only this machine reaches an address: a Unix socket, or a loopback host."""
+    if address.startswith("unix:") or host_of(address) == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host_of(address)).is_loopback
+    except ValueError:
+        return False

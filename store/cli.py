@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 from contextlib import nullcontext
+from contextvars import ContextVar
 from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 import grpc
 import typer
 from google.protobuf.json_format import MessageToDict
+from pydantic import ValidationError
 from rich.console import Console
 
 from tailreplay.proto import store_pb2 as pb
@@ -25,6 +27,7 @@ from tailreplay.proto import store_pb2_grpc as rpc
 from tailreplay.store import cli_tables
 from tailreplay.store.address import checked_address
 from tailreplay.store.config import default_socket
+from tailreplay.store.credentials import NO_CREDENTIALS, Credentials
 from tailreplay.store.errors import InvalidRequest, TailReplayError, from_rpc_error
 from tailreplay.store.namespace import NAMESPACE_BYTES
 from tailreplay.store.tokens import extended_tokens, to_wire
@@ -58,6 +61,7 @@ Output = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="write nothing; the exit code tells")]
 _TIMEOUT_S = 5.0
+_CREDENTIALS = ContextVar("credentials", default=NO_CREDENTIALS)
 
 T = TypeVar("T")
 
@@ -70,12 +74,31 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
+    ca: Annotated[
+        Path | None,
+        typer.Option(help="PEM: CA of the store's certificate", envvar="TAILREPLAY_CLIENT_CA"),
+    ] = None,
+    cert: Annotated[
+        Path | None,
+        typer.Option(help="PEM: your certificate", envvar="TAILREPLAY_CLIENT_CERT"),
+    ] = None,
+    key: Annotated[
+        Path | None, typer.Option(help="PEM: its private key", envvar="TAILREPLAY_CLIENT_KEY")
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(help="file with your token", envvar="TAILREPLAY_CLIENT_TOKEN_FILE"),
+    ] = None,
     _: Annotated[
         bool,
         typer.Option("--version", help="print the version", callback=_version, is_eager=True),
     ] = False,
 ) -> None:
     """A prefix cache for hybrid LLMs: run a store, and look inside one."""
+    try:
+        _CREDENTIALS.set(Credentials(ca=ca, cert=cert, key=key, token_file=token_file))
+    except ValidationError as error:
+        _fail("; ".join(item["msg"] for item in error.errors(include_url=False)))
 
 
 @app.command()
@@ -208,9 +231,10 @@ def _ask(url: str, call: Callable[[rpc.StoreStub], T]) -> T:
     """One RPC; an error ends the command with a message and code 1."""
     try:
         address = checked_address(url or default_socket())
+        channel = _CREDENTIALS.get().channel(address, [("grpc.enable_http_proxy", 0)])
     except ValueError as error:
         _fail(str(error))
-    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+    with channel:
         try:
             return call(rpc.StoreStub(channel))
         except grpc.RpcError as error:

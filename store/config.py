@@ -10,10 +10,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from tailreplay.store.address import checked_address
+from tailreplay.store.address import checked_address, is_local
 from tailreplay.store.redis_endpoint import RedisEndpoint
 
 if TYPE_CHECKING:
@@ -43,6 +43,32 @@ class StoreConfig(BaseSettings):
     listen: Annotated[
         str, Field(description="address: unix:///path/to.sock or host:port (loopback by default)")
     ] = Field(default_factory=default_socket)
+    admin_listen: Annotated[
+        str | None,
+        Field(description="address of the Admin service; default: beside a Unix socket, else none"),
+    ] = None
+    http_listen: Annotated[
+        str | None, Field(description="host:port of /metrics, /healthz and /readyz; default: none")
+    ] = None
+    tls_cert: Annotated[
+        Path | None, Field(description="PEM: certificate chain of the TCP listeners")
+    ] = None
+    tls_key: Annotated[Path | None, Field(description="PEM: its private key")] = None
+    tls_client_ca: Annotated[
+        Path | None, Field(description="PEM: clients need a certificate of this CA")
+    ] = None
+    token_file: Annotated[
+        Path | None, Field(description="JSON: digests of good tokens; default: nobody is asked")
+    ] = None
+    allow_insecure_listen: Annotated[
+        bool, Field(description="let TCP beyond loopback do without TLS and tokens")
+    ] = False
+    share_memory: Annotated[
+        bool, Field(description="let engines of this machine map the pool, all of it, to read it")
+    ] = True
+    share_memory_uids: Annotated[
+        tuple[int, ...], Field(description="users that may, beside the store's own and root")
+    ] = ()
     pool_bytes: Annotated[int, Field(ge=4 * MIB, description="size of the CPU tier, bytes")] = GIB
     redis_url: Annotated[
         str | None, Field(description="redis://[user:password@]host:port or unix:///path; none")
@@ -99,8 +125,54 @@ class StoreConfig(BaseSettings):
     def _address(cls, value: str) -> str:
         checked_address(value)
         if value.startswith("unix:"):
-            checked_address(f"{value}.lane")
+            checked_address(f"{value}.admin")
         return value
+
+    @field_validator("admin_listen")
+    @classmethod
+    def _admin_address(cls, value: str | None) -> str | None:
+        return None if value is None else checked_address(value)
+
+    @field_validator("http_listen")
+    @classmethod
+    def _http_address(cls, value: str | None) -> str | None:
+        if value is not None and value.startswith("unix:"):
+            raise ValueError("wanted host:port: probes and scrapers do not speak to Unix sockets")
+        return None if value is None else checked_address(value)
+
+    @model_validator(mode="after")
+    def _safe(self) -> StoreConfig:
+        if fault := _unsafe(self):
+            raise ValueError(fault)
+        return self
+
+    @property
+    def admin_address(self) -> str | None:
+        """Where the Admin service listens; None = it does not."""
+        if self.admin_listen is None and self.listen.startswith("unix:"):
+            return f"{self.listen}.admin"
+        return self.admin_listen
+
+
+def _unsafe(config: StoreConfig) -> str:
+    """What about the listeners is not safe; empty when nothing is."""
+    if (config.tls_cert is None) != (config.tls_key is None):
+        return "tls_cert and tls_key go together, one of them is not set"
+    if config.tls_client_ca is not None and config.tls_cert is None:
+        return "tls_client_ca is set without tls_cert and tls_key"
+    admin = config.admin_listen
+    if admin is not None and not admin.startswith("unix:") and config.token_file is None:
+        return f"admin_listen is {admin!r}: TCP needs token_file, with an admin's token in it"
+    if config.allow_insecure_listen or (config.tls_cert and config.token_file):
+        return ""
+    for name in ("listen", "admin_listen", "http_listen"):
+        address = getattr(config, name)
+        if address is not None and not is_local(address):
+            return (
+                f"{name} is {address!r}: beyond loopback it needs tls_cert, tls_key and "
+                "token_file, or allow_insecure_listen"
+            )
+    return ""
 
 
 def explained(error: ValidationError) -> str:
@@ -110,10 +182,12 @@ def explained(error: ValidationError) -> str:
 
 def _explained(item: ErrorDetails) -> str:
     name = ".".join(map(str, item["loc"]))
+    wanted = item["msg"].removeprefix("Value error, ")
+    if not name:
+        return wanted
     if item["type"] == "extra_forbidden":
         known = ", ".join(sorted(StoreConfig.model_fields))
         return f"{name} is no setting, wanted one of {known}"
-    wanted = item["msg"].removeprefix("Value error, ")
     if name == "redis_url":
         return f"{name}: {wanted}"
     return f"{name} is {item['input']!r}: {wanted[0].lower()}{wanted[1:]}"

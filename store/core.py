@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import tokens as wire_tokens
+from tailreplay.store.auth import ANYONE
 from tailreplay.store.catalog import Catalog
 from tailreplay.store.chain import digest_key
 from tailreplay.store.config import PAYLOAD_TTL_S
@@ -27,8 +28,9 @@ from tailreplay.store.urgent_gate import UrgentGate
 from tailreplay.store.writer import PutSession, Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
+    from tailreplay.store.auth import Principal
     from tailreplay.store.config import StoreConfig
     from tailreplay.store.index import Run
     from tailreplay.store.record import Record
@@ -91,15 +93,17 @@ class Store:
         self._restored = self._restore()
         self._background.start()
 
-    def match(self, request: pb.MatchRequest) -> pb.MatchResponse:
+    def match(self, request: pb.MatchRequest, caller: Principal = ANYONE) -> pb.MatchResponse:
         """What is stored along the longest stored prefix.
 
         Raises:
             InvalidRequest: the namespace or the tokens are malformed.
         """
-        _check_namespace(request.namespace)
+        namespace = _scoped(request.namespace, caller)
         tokens = wire_tokens.from_wire(request.tokens)
-        found = self.catalog.match(Prompt(request.namespace, tokens, digest_key(request.namespace)))
+        found = self.catalog.match(
+            Prompt(namespace, tokens, digest_key(namespace), request.namespace)
+        )
         return pb.MatchResponse(
             matched_tokens=found.matched_tokens,
             leaf=found.leaf,
@@ -109,7 +113,12 @@ class Store:
         )
 
     def fetch(
-        self, request: pb.FetchRequest, cancel: Callable[[], object], *, placed: bool = False
+        self,
+        request: pb.FetchRequest,
+        cancel: Callable[[], object],
+        *,
+        placed: bool = False,
+        caller: Principal = ANYONE,
     ) -> Generator[Frame, None, None]:
         """Rows of stored objects, under a lease that ends with the iterator.
 
@@ -118,11 +127,12 @@ class Store:
             cancel: ends the stream if its reader stalls.
             placed: whether the reader copies rows out of shared memory itself, and says at each
                 end of a window that it has.
+            caller: who reads.
 
         Raises:
             InvalidRequest: the namespace or a range is malformed.
         """
-        _check_namespace(request.namespace)
+        request.namespace = _scoped(request.namespace, caller)
         lease = self.leases.grant(cancel)
         window_bytes = self._reader.placed_window_bytes if placed else None
         try:
@@ -139,16 +149,22 @@ class Store:
         finally:
             self.leases.end(lease.lease_id)
 
-    def put(self, frames: Iterator[pb.PutFrame], cancel: Callable[[], object]) -> pb.PutResponse:
+    def put(
+        self,
+        frames: Iterator[pb.PutFrame],
+        cancel: Callable[[], object],
+        caller: Principal = ANYONE,
+    ) -> pb.PutResponse:
         """Stores a stream of objects; as `Writer.put`.
 
         Args:
             frames: what the writer sends.
             cancel: ends the stream if its writer stalls, so that `frames` raises.
+            caller: who writes.
         """
         lease = self._puts.grant(cancel)
         try:
-            return self._writer.put(self._watched(_checked(frames), lease))
+            return self._writer.put(self._watched(frames, lease), lambda n: _scoped(n, caller))
         finally:
             self._puts.end(lease.lease_id)
 
@@ -162,10 +178,9 @@ class Store:
                 return
             yield frame
 
-    def open_put(self, begin: pb.PutBegin) -> PutSession:
+    def open_put(self, begin: pb.PutBegin, caller: Principal = ANYONE) -> PutSession:
         """Starts storing objects of one prefix; as `Writer.open`."""
-        _check_namespace(begin.namespace)
-        return self._writer.open(begin)
+        return self._writer.open(begin, _scoped(begin.namespace, caller))
 
     def stats(self) -> pb.StatsResponse:
         """Counters and sizes, as of now."""
@@ -275,16 +290,11 @@ def _identity(listen: str) -> str:
     return f"{listen}#{secrets.token_hex(8)}" if listen.endswith(":0") else listen
 
 
-def _check_namespace(namespace: bytes) -> None:
+def _scoped(namespace: bytes, caller: Principal) -> bytes:
+    """Where the store keeps what a caller calls `namespace`."""
     if len(namespace) != NAMESPACE_BYTES:
         raise InvalidRequest(f"namespace has {len(namespace)} bytes, wanted {NAMESPACE_BYTES}")
-
-
-def _checked(frames: Iterable[pb.PutFrame]) -> Iterator[pb.PutFrame]:
-    for frame in frames:
-        if frame.WhichOneof("frame") == "begin":
-            _check_namespace(frame.begin.namespace)
-        yield frame
+    return caller.scoped(namespace)
 
 
 def _run(run: Run) -> pb.Run:

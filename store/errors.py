@@ -5,6 +5,8 @@
     ├── GeometryMismatch     FAILED_PRECONDITION  objects do not fit what the namespace holds
     ├── IntegrityError       DATA_LOSS            bytes are not what their checksum says
     ├── LimitExceeded        RESOURCE_EXHAUSTED   larger or more than this store allows
+    ├── NotAuthenticated     UNAUTHENTICATED      no token, or one that is not good
+    ├── NotAllowed           PERMISSION_DENIED    the token's role may not do this
     └── StoreUnavailable     UNAVAILABLE          absent, draining, too slow, or broken
 
 A miss is a value, never one of these.
@@ -50,6 +52,18 @@ class LimitExceeded(TailReplayError):
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+class NotAuthenticated(TailReplayError):
+    """The call brought no token, or one that is not good."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class NotAllowed(TailReplayError):
+    """The caller is known, and may not do this."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+
+
 class StoreUnavailable(TailReplayError):
     """The store is absent, draining, too slow, or answered with a fault of its own."""
 
@@ -58,7 +72,15 @@ class StoreUnavailable(TailReplayError):
 
 _BY_CODE: Mapping[grpc.StatusCode, type[TailReplayError]] = {
     error.code: error
-    for error in (InvalidRequest, GeometryMismatch, IntegrityError, LimitExceeded, StoreUnavailable)
+    for error in (
+        InvalidRequest,
+        GeometryMismatch,
+        IntegrityError,
+        LimitExceeded,
+        NotAuthenticated,
+        NotAllowed,
+        StoreUnavailable,
+    )
 }
 
 

@@ -202,6 +202,12 @@ def verify_object(data: memoryview, name: ObjectName) -> Header:
     return header
 
 
+def rename(data: memoryview, header: Header, namespace: bytes) -> None:
+    """Writes another namespace into the header of a verified object, in place."""
+    name = replace(header.name, namespace=namespace)
+    data[: header.header_bytes] = replace(header, name=name).pack()
+
+
 def _sealed_fields(view: memoryview) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """Fixed fields and page checksums of a header whose own checksum fits."""
     if len(view) < _FIXED.size:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import socket
+import ssl
+import struct
 import threading
 import time
 from contextlib import closing, suppress
@@ -18,13 +19,17 @@ from typing import TYPE_CHECKING
 from google.protobuf.message import DecodeError
 
 from tailreplay.proto import store_pb2 as pb
-from tailreplay.store.address import socket_path
+from tailreplay.store.address import host_of, socket_path
+from tailreplay.store.auth import Role
 from tailreplay.store.errors import (
     IntegrityError,
     InvalidRequest,
+    LimitExceeded,
+    NotAuthenticated,
     StoreUnavailable,
     TailReplayError,
 )
+from tailreplay.store.lane_tickets import Tickets, client_of_socket
 from tailreplay.store.lane_wire import (
     ACCEPTED,
     HELLO,
@@ -34,8 +39,10 @@ from tailreplay.store.lane_wire import (
     REQUEST,
     VERSION,
     LaneRecord,
+    Pace,
     RecordKind,
     Request,
+    hang_up,
     receive,
     receive_into,
     send,
@@ -44,28 +51,35 @@ from tailreplay.store.lane_wire import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tailreplay.store.auth import Access, Principal
     from tailreplay.store.core import Store
     from tailreplay.store.reader import Frame
+    from tailreplay.store.tls import ServerTls
 
 logger = logging.getLogger(__name__)
 
-TICKET_S = 10.0
-_MAX_TICKETS = 1024
+_MAX_WAITING = 64
+_PAUSE_S = 0.05
+_MAX_OBJECTS = 1 << 17
 _SCRATCH_BYTES = 1 << 20
 _ENDS = (RecordKind.RANGE_END, RecordKind.MISSING, RecordKind.BARRIER)
+_PEER_CREDENTIALS = struct.Struct("3i")
 
 
 class Lane:
-    """Listens beside a gRPC address and serves whoever brings a ticket.
+    """Listens beside a gRPC address and serves whoever brings a ticket of its own.
 
     Args:
         store: what to serve.
         listen: the store's gRPC address; a Unix socket gets one beside it, a host any free port.
-        max_connections: more are refused.
+        max_connections: more are refused; where tokens are asked for, one tenant has half of them.
+        access: says whether a caller's token is still good.
+        tls: for TCP, as gRPC has it; None = in the clear.
         clock: seconds that only grow.
 
     Attributes:
         address: as OpenLaneResponse has it.
+        tickets: that open a lane.
 
     Raises:
         OSError: it can not listen.
@@ -77,39 +91,35 @@ class Lane:
         listen: str,
         *,
         max_connections: int,
+        access: Access,
+        tls: ServerTls | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._max_connections = max_connections
-        self._clock = clock
-        # Guarded by _lock: tickets with the time they end, and open connections.
+        self._access = access
+        self._tls = None if listen.startswith("unix:") else tls
+        self.tickets = Tickets(clock)
+        self._closing = threading.Event()
+        # Guarded by _lock: connections without a ticket so far, oldest first, and open lanes.
         self._lock = threading.Lock()
-        self._tickets: dict[bytes, float] = {}
-        self._connections: set[socket.socket] = set()
+        self._waiting: dict[socket.socket, None] = {}
+        self._connections: dict[socket.socket, Principal] = {}
         self._listener, self.address = _listener(listen)
         self._threads: list[threading.Thread] = []
         self._acceptor = threading.Thread(target=self._accept, name="lane-accept", daemon=True)
         self._acceptor.start()
 
-    def ticket(self) -> bytes:
-        """A fresh ticket for one connection."""
-        now = self._clock()
-        ticket = secrets.token_bytes(32)
-        with self._lock:
-            self._tickets = {t: end for t, end in self._tickets.items() if end > now}
-            if len(self._tickets) < _MAX_TICKETS:
-                self._tickets[ticket] = now + TICKET_S
-        return ticket
-
     def close(self) -> None:
         """Ends every connection, and waits until nobody reads the pool any more."""
-        with self._lock:
-            open_now = list(self._connections)
+        self._closing.set()
         # A shutdown wakes accept and recv; closing alone would not.
-        for sock in (self._listener, *open_now):
-            with suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+        hang_up(self._listener)
         self._acceptor.join()
+        with self._lock:
+            open_now = [*self._waiting, *self._connections]
+        for sock in open_now:
+            hang_up(sock)
         for thread in self._threads:
             thread.join()
         self._listener.close()
@@ -118,35 +128,49 @@ class Lane:
                 os.unlink(self.address.removeprefix("unix://"))
 
     def _accept(self) -> None:
-        while True:
+        while not self._closing.is_set():
             try:
                 sock, _ = self._listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                # Out of descriptors, or a client that has gone again: neither ends the listening.
+                if not self._closing.is_set():
+                    logger.debug("no lane could be accepted: %s", error)
+                    self._drop_oldest()
+                    self._closing.wait(_PAUSE_S)
+                continue
             self._threads = [t for t in self._threads if t.is_alive()]
             with self._lock:
-                admitted = len(self._connections) < self._max_connections
-                if admitted:
-                    self._connections.add(sock)
-            if not admitted:
-                sock.close()
-                continue
+                self._waiting[sock] = None
+                crowded = len(self._waiting) > _MAX_WAITING
+            if crowded:
+                self._drop_oldest()
             thread = threading.Thread(target=self._serve, args=(sock,), name="lane", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no more threads
+                self._end(sock)
+                continue
             self._threads.append(thread)
-            thread.start()
 
-    def _serve(self, sock: socket.socket) -> None:
-        stall_s = self._store.leases.stall_limit_s
+    def _drop_oldest(self) -> None:
+        """Hangs up on who has gone longest without showing a ticket; its thread does the rest."""
+        with self._lock:
+            oldest = next(iter(self._waiting), None)
+            if oldest is not None:
+                del self._waiting[oldest]
+        if oldest is not None:
+            hang_up(oldest)
+
+    def _serve(self, plain: socket.socket) -> None:
+        sock = plain
         try:
-            sock.settimeout(stall_s)
-            if sock.family != socket.AF_UNIX:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._greet(sock)
+            sock = self._wrapped(plain)
+            caller = self._greet(sock)
             while True:
                 sock.settimeout(None)  # an idle client may be quiet for as long as it likes
-                head = receive(sock, REQUEST.size)
-                sock.settimeout(stall_s)
-                self._request(sock, *REQUEST.unpack(head))
+                head = receive(sock, 1)
+                caller = self._access.current(caller)
+                self._request(sock, head, caller)
         except (OSError, StoreUnavailable) as error:
             logger.debug("a lane ended: %s", error)
         except TailReplayError as error:
@@ -154,44 +178,106 @@ class Lane:
             if isinstance(error, IntegrityError):
                 self._store.catalog.count("integrity_errors")
             with suppress(OSError):
+                sock.settimeout(self._store.leases.stall_limit_s)
                 _send_error(sock, error)
         except Exception:  # the reader sees a closed lane, and the store goes on
             logger.exception("a lane failed")
         finally:
-            with self._lock:
-                self._connections.discard(sock)
-            sock.close()
+            self._end(sock)
 
-    def _greet(self, sock: socket.socket) -> None:
-        magic, version, _, ticket = HELLO.unpack(receive(sock, HELLO.size))
+    def _end(self, sock: socket.socket) -> None:
         with self._lock:
-            end = self._tickets.pop(ticket, 0.0)
-        if (magic, version) != (MAGIC, VERSION) or end <= self._clock():
-            raise StoreUnavailable("a lane was opened without a valid ticket")
-        sock.sendall(ACCEPTED)
+            self._waiting.pop(sock, None)
+            self._connections.pop(sock, None)
+        sock.close()
 
-    def _request(self, sock: socket.socket, kind: int, flags: int, _: int, size: int) -> None:
+    def _wrapped(self, plain: socket.socket) -> socket.socket:
+        """The socket to speak through; its handshake is still to come."""
+        if self._tls is None:
+            return plain
+        sock = self._tls.context().wrap_socket(
+            plain, server_side=True, do_handshake_on_connect=False
+        )
+        with self._lock:
+            is_wanted = plain in self._waiting and not self._closing.is_set()
+            self._waiting.pop(plain, None)
+            if is_wanted:
+                self._waiting[sock] = None
+        if not is_wanted:
+            sock.close()
+            raise StoreUnavailable("hung up on before the handshake")
+        return sock
+
+    def _greet(self, sock: socket.socket) -> Principal:
+        """Lets a client in that has a ticket; it has the stall limit for all of it."""
+        stall_s = self._store.leases.stall_limit_s
+        sock.settimeout(stall_s)
+        if isinstance(sock, ssl.SSLSocket):
+            sock.do_handshake()
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        hello = receive(sock, HELLO.size, Pace(stall_s))
+        magic, version, _, ticket = HELLO.unpack(hello)
+        if (magic, version) != (MAGIC, VERSION):
+            raise StoreUnavailable("a lane was opened by something else than a client")
+        try:
+            caller = self.tickets.redeem(ticket, client_of_socket(sock))
+        except NotAuthenticated as error:
+            raise StoreUnavailable(str(error)) from None
+        self._admit(sock, caller)
+        sock.sendall(ACCEPTED)
+        return caller
+
+    def _admit(self, sock: socket.socket, caller: Principal) -> None:
+        share = self._max_connections
+        if caller.role is not Role.ANYONE:
+            share = max(1, share // 2)
+        with self._lock:
+            own = sum(other.tenant == caller.tenant for other in self._connections.values())
+            if len(self._connections) >= self._max_connections or own >= share:
+                raise StoreUnavailable(f"{len(self._connections)} lanes are open, {own} of them so")
+            self._waiting.pop(sock, None)
+            self._connections[sock] = caller
+
+    def _request(self, sock: socket.socket, first: bytes, caller: Principal) -> None:
         """Serves one request; an error of the tree ends it and the connection."""
+        stall_s = self._store.leases.stall_limit_s
+        pace = Pace(stall_s)
+        head = first + receive(sock, REQUEST.size - len(first), pace)
+        kind, flags, _, size = REQUEST.unpack(head)
         if size > MAX_REQUEST_BYTES:
             raise InvalidRequest(f"request of {size} bytes, wanted at most {MAX_REQUEST_BYTES}")
-        data = receive(sock, size)
+        data = receive(sock, size, pace)
+        sock.settimeout(stall_s)
         try:
             if kind == Request.FETCH:
-                self._fetch(sock, pb.FetchRequest.FromString(data), bool(flags & PLACED))
+                placed = bool(flags & PLACED) and self._may_map(sock, caller)
+                self._fetch(sock, pb.FetchRequest.FromString(data), placed, caller)
             elif kind == Request.PUT:
-                self._put(sock, pb.PutPlan.FromString(data))
+                self._put(sock, pb.PutPlan.FromString(data), caller)
             else:
                 raise InvalidRequest(f"request type {kind}, wanted FETCH or PUT")
         except DecodeError as error:
             raise InvalidRequest(f"request is no message: {error}") from None
 
-    def _fetch(self, sock: socket.socket, request: pb.FetchRequest, placed: bool) -> None:
+    def _may_map(self, sock: socket.socket, caller: Principal) -> bool:
+        """Whether a client may read the pool itself: by the settings, its token and its user."""
+        config = self._store.config
+        if not (config.share_memory and caller.shared_memory and sock.family == socket.AF_UNIX):
+            return False
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+        user = _PEER_CREDENTIALS.unpack(credentials)[1]
+        return user in (0, os.getuid(), *config.share_memory_uids)
+
+    def _fetch(
+        self, sock: socket.socket, request: pb.FetchRequest, placed: bool, caller: Principal
+    ) -> None:
         def cancel() -> None:
-            with suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+            hang_up(sock)
 
         waiting: list[bytes] = []
-        with closing(self._store.fetch(request, cancel, placed=placed)) as frames:
+        fetch = self._store.fetch(request, cancel, placed=placed, caller=caller)
+        with closing(fetch) as frames:
             for frame in frames:
                 if frame.record.kind is RecordKind.LEASE:
                     continue
@@ -204,7 +290,7 @@ class Lane:
                     try:
                         send(sock, waiting)
                         if frame.record.kind is RecordKind.BARRIER:
-                            _wait_seen(sock)
+                            _wait_seen(sock, self._store.leases.stall_limit_s)
                     except BaseException:
                         # Before the pins end: a reader that finds the lane open after it has
                         # copied knows that what it copied was pinned all along.
@@ -213,22 +299,30 @@ class Lane:
                     waiting.clear()
         send(sock, [*waiting, LaneRecord(RecordKind.DONE).pack()])
 
-    def _put(self, sock: socket.socket, plan: pb.PutPlan) -> None:
-        with self._store.open_put(plan.begin) as session:
+    def _put(self, sock: socket.socket, plan: pb.PutPlan, caller: Principal) -> None:
+        if len(plan.objects) > _MAX_OBJECTS:
+            raise LimitExceeded(f"{len(plan.objects)} objects, wanted at most {_MAX_OBJECTS}")
+        pace = Pace(self._store.config.put_stall_limit_s)
+
+        def take(view: memoryview) -> None:
+            receive_into(sock, [view], pace)
+
+        with self._store.open_put(plan.begin, caller) as session:
             wanted = bytes(session.claim(item) for item in plan.objects)
             send(sock, [LaneRecord(RecordKind.WANTED, offset=len(wanted)).pack(), wanted])
             due = [item for item, claimed in zip(plan.objects, wanted, strict=True) if claimed]
             while due:
                 item = due.pop(0)
                 try:
-                    if not session.store(item, lambda view: receive_into(sock, [view])):
-                        _discard(sock, item.size_bytes)
+                    if not session.store(item, take):
+                        _discard(take, item.size_bytes)
                 except TailReplayError:
                     # It was refused once its bytes were here; with the rest still coming, the
                     # client would not hear why.
-                    _discard(sock, sum(rest.size_bytes for rest in due))
+                    _discard(take, sum(rest.size_bytes for rest in due))
                     raise
             answer = session.response.SerializeToString()
+        sock.settimeout(self._store.leases.stall_limit_s)
         send(sock, [LaneRecord(RecordKind.DONE, offset=len(answer)).pack(), answer])
 
 
@@ -242,7 +336,7 @@ def _listener(listen: str) -> tuple[socket.socket, str]:
         os.chmod(path, 0o600)
         address = f"unix://{path}"
     else:
-        host = listen.rpartition(":")[0].strip("[]")
+        host = host_of(listen)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         sock = socket.create_server((host, 0), family=family)
         address = f":{sock.getsockname()[1]}"
@@ -265,16 +359,16 @@ def _placed(record: LaneRecord) -> LaneRecord:
     return record
 
 
-def _wait_seen(sock: socket.socket) -> None:
-    kind = REQUEST.unpack(receive(sock, REQUEST.size))[0]
+def _wait_seen(sock: socket.socket, stall_s: float) -> None:
+    kind = REQUEST.unpack(receive(sock, REQUEST.size, Pace(stall_s)))[0]
     if kind != Request.SEEN:
         raise InvalidRequest(f"request type {kind} while placed rows are held, wanted SEEN")
 
 
-def _discard(sock: socket.socket, size: int) -> None:
+def _discard(take: Callable[[memoryview], None], size: int) -> None:
     scratch = memoryview(bytearray(min(size, _SCRATCH_BYTES)))
     while size:
-        receive_into(sock, [scratch[: min(size, len(scratch))]])
+        take(scratch[: min(size, len(scratch))])
         size -= min(size, len(scratch))
 
 

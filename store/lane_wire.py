@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import enum
 import socket
+import ssl
 import struct
+import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from tailreplay.store.address import socket_path
+from tailreplay.store.address import host_of, socket_path
 from tailreplay.store.errors import IntegrityError, StoreUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 MAGIC = b"TRLN"
 VERSION = 1
@@ -31,10 +34,17 @@ REQUEST = struct.Struct("<BBHI")
 PLACED = 1
 """Flag of a fetch: rows are to be placed in shared memory instead of sent."""
 
-MAX_REQUEST_BYTES = 64 << 20
+MAX_REQUEST_BYTES = 16 << 20
+"""Largest request, bytes; as large as a message of gRPC."""
+
+MIN_BYTES_PER_S = 64 << 10
+"""A sender that is slower than this for longer than its stall limit is cut off."""
+
 _RECORD = struct.Struct("<BBHIIIIIIIQQ32s")
 RECORD_BYTES = _RECORD.size
 _IOV_MAX = 512
+_STEP_BYTES = 1 << 20
+_LEAST_WAIT_S = 0.001
 
 
 class Request(enum.IntEnum):
@@ -141,17 +151,57 @@ def unpack_record(data: bytes | bytearray | memoryview) -> LaneRecord:
     )
 
 
-def receive_into(sock: socket.socket, parts: Sequence[memoryview]) -> None:
+class Pace:
+    """How slow a sender may be: time it may still use, given back as its bytes come.
+
+    Without it, one byte just before each timeout would hold a lane, and what it has claimed, for
+    ever.
+
+    Args:
+        stall_s: longest time without progress.
+        clock: seconds that only grow.
+    """
+
+    def __init__(self, stall_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stall_s = stall_s
+        self._left_s = stall_s
+        self._clock = clock
+
+    def receive(self, sock: socket.socket, buffers: Sequence[memoryview]) -> int:
+        """Receives what has come into the first buffers; 0 at the end of the stream.
+
+        Raises:
+            TimeoutError: the sender has used its time up.
+        """
+        sock.settimeout(max(self._left_s, _LEAST_WAIT_S))
+        started = self._clock()
+        got = _receive_some(sock, buffers)
+        spent_s = self._clock() - started
+        if spent_s > self._left_s:
+            raise TimeoutError(f"the other end of the lane sends below {MIN_BYTES_PER_S} bytes/s")
+        self._left_s = min(self._stall_s, self._left_s - spent_s + got / MIN_BYTES_PER_S)
+        return got
+
+
+def receive_into(
+    sock: socket.socket, parts: Sequence[memoryview], pace: Pace | None = None
+) -> None:
     """Fills buffers, in order, with what comes next.
+
+    Args:
+        sock: where from.
+        parts: what to fill.
+        pace: how slow the sender may be; None = it may take the socket's timeout for each byte.
 
     Raises:
         StoreUnavailable: the stream ends before they are full.
-        OSError: it breaks, or nothing comes within the socket's timeout.
+        OSError: it breaks, or nothing comes in time.
     """
     waiting = [part for part in parts if len(part)]
     at = 0
     while at < len(waiting):
-        got = sock.recvmsg_into(waiting[at : at + _IOV_MAX])[0]
+        some = waiting[at : at + _IOV_MAX]
+        got = _receive_some(sock, some) if pace is None else pace.receive(sock, some)
         if not got:
             raise StoreUnavailable("the lane was closed in the middle of a message")
         while at < len(waiting) and got >= len(waiting[at]):
@@ -161,11 +211,36 @@ def receive_into(sock: socket.socket, parts: Sequence[memoryview]) -> None:
             waiting[at] = waiting[at][got:]
 
 
-def receive(sock: socket.socket, size: int) -> bytes:
-    """The next `size` bytes, as `receive_into`."""
-    data = bytearray(size)
-    receive_into(sock, [memoryview(data)])
+def receive(sock: socket.socket, size: int, pace: Pace | None = None) -> bytes:
+    """The next `size` bytes, as `receive_into`; memory is taken as they come."""
+    data = bytearray()
+    while len(data) < size:
+        step = bytearray(min(size - len(data), _STEP_BYTES))
+        receive_into(sock, [memoryview(step)], pace)
+        data += step
     return bytes(data)
+
+
+def _receive_some(sock: socket.socket, buffers: Sequence[memoryview]) -> int:
+    if isinstance(sock, ssl.SSLSocket):
+        return sock.recv_into(buffers[0])
+    return sock.recvmsg_into(buffers)[0]
+
+
+def _send_some(sock: socket.socket, buffers: Sequence[memoryview]) -> int:
+    if isinstance(sock, ssl.SSLSocket):
+        return sock.send(buffers[0])
+    return sock.sendmsg(buffers)
+
+
+def hang_up(sock: socket.socket) -> None:
+    """Ends a stream both ways; a thread that waits on it wakes up.
+
+    Not by the method of a TLS socket, which forgets its keys first: another thread would go on in
+    the clear.
+    """
+    with suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 def send(sock: socket.socket, parts: Sequence[bytes | memoryview]) -> None:
@@ -177,7 +252,7 @@ def send(sock: socket.socket, parts: Sequence[bytes | memoryview]) -> None:
     waiting = [view for part in parts if len(view := memoryview(part))]
     at = 0
     while at < len(waiting):
-        sent = sock.sendmsg(waiting[at : at + _IOV_MAX])
+        sent = _send_some(sock, waiting[at : at + _IOV_MAX])
         while at < len(waiting) and sent >= len(waiting[at]):
             sent -= len(waiting[at])
             at += 1
@@ -185,11 +260,16 @@ def send(sock: socket.socket, parts: Sequence[bytes | memoryview]) -> None:
             waiting[at] = waiting[at][sent:]
 
 
-def connect(address: str, timeout_s: float) -> socket.socket:
+def connect(address: str, timeout_s: float, tls: ssl.SSLContext | None = None) -> socket.socket:
     """A stream socket to `unix:///path` or host:port.
 
+    Args:
+        address: where to.
+        timeout_s: longest wait.
+        tls: for TCP; None = in the clear.
+
     Raises:
-        OSError: nobody listens there, or not in time.
+        OSError: nobody listens there, or not in time, or it is not whom `tls` wants.
     """
     if address.startswith("unix:"):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -200,7 +280,13 @@ def connect(address: str, timeout_s: float) -> socket.socket:
             sock.close()
             raise
         return sock
-    host, _, port = address.rpartition(":")
-    sock = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
+    host = host_of(address)
+    sock = socket.create_connection((host, int(address.rpartition(":")[2])), timeout_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return sock
+    if tls is None:
+        return sock
+    try:
+        return tls.wrap_socket(sock, server_hostname=host)
+    except OSError:
+        sock.close()
+        raise

@@ -33,14 +33,24 @@ class Prompt:
         namespace: 32 bytes.
         tokens: extended tokens `[n]`.
         key: AES key of the running digests, 16 bytes.
+        sent_namespace: what the client calls the namespace, by which it names prefixes; None =
+            the same.
 
     Attributes:
         namespace: 32 bytes.
+        sent_namespace: 32 bytes.
         tokens: extended tokens `[n]`.
     """
 
-    def __init__(self, namespace: bytes, tokens: ExtendedTokens, key: bytes) -> None:
+    def __init__(
+        self,
+        namespace: bytes,
+        tokens: ExtendedTokens,
+        key: bytes,
+        sent_namespace: bytes | None = None,
+    ) -> None:
         self.namespace = namespace
+        self.sent_namespace = namespace if sent_namespace is None else sent_namespace
         self.tokens = tokens
         self._key = key
         self._codes, self._offsets = _encode(tokens)
@@ -71,7 +81,7 @@ class Prompt:
     def chain(self) -> PrefixChain:
         """Names of its prefixes."""
         if self._chain is None:
-            self._chain = PrefixChain(self.namespace, self.tokens)
+            self._chain = PrefixChain(self.sent_namespace, self.tokens)
         return self._chain
 
 

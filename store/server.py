@@ -1,27 +1,25 @@
-"""A store behind a gRPC server, with standard health and reflection."""
+"""A store behind its listeners: gRPC for data and for operators, data lanes, HTTP for probes."""
 
 from __future__ import annotations
 
 import logging
 import os
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.proto import store_pb2_grpc as rpc
-from tailreplay.store.address import socket_path
+from tailreplay.store.auth import Access, Role
 from tailreplay.store.config import StoreConfig
 from tailreplay.store.core import Store
-from tailreplay.store.errors import StoreUnavailable, from_rpc_error
+from tailreplay.store.errors import NotAuthenticated, StoreUnavailable, from_rpc_error
+from tailreplay.store.grpc_listener import GrpcListener, prepare_socket
 from tailreplay.store.lane import Lane
 from tailreplay.store.service import StoreService
+from tailreplay.store.tls import ServerTls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,10 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 16 << 20
-"""Largest message either side accepts, bytes."""
-
 _WARM_UP_S = 10.0
+_ADMIN_THREADS = 4
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Store"].full_name
 
@@ -47,108 +43,134 @@ class StoreServer:
 
     Attributes:
         address: where clients reach it.
+        admin_address: where operators reach it; None = nowhere.
         store: what it serves.
 
     Raises:
-        StoreUnavailable: the address is taken.
+        StoreUnavailable: an address is taken.
         LimitExceeded: there is no room for a pool.
+        ValueError: a token or TLS file can not be used.
     """
 
     def __init__(
         self, config: StoreConfig, *, before_rows: Callable[[Kind], None] | None = None
     ) -> None:
+        self._access = Access(config.token_file)
+        self._tls = _tls(config)
         self.store = Store(config, before_rows=before_rows)
         self._lane: Lane | None = None
-        self._workers = ThreadPoolExecutor(config.max_workers, thread_name_prefix="store-rpc")
-        self._server: grpc.Server | None = None
+        self._listeners: list[GrpcListener] = []
         try:
-            self._server, self.address = self._listen(config)
-            self._server.start()
+            self.address = self._listen(config)
+            self.admin_address = self._listen_for_operators(config)
+            for listener in self._listeners:
+                listener.start()
             self._warm_up()
         except BaseException:
             self._close(grace_s=0)
             raise
         logger.info(
-            "serving at %s: pool %d bytes, redis %s",
+            "serving at %s: pool %d bytes, redis %s, tokens %s, tls %s; operators at %s",
             self.address,
             self.store.tiers.pool_bytes,
             self.store.redis_in_words(),
+            "not asked for" if self._access.is_open else "asked for",
+            _in_words(self._tls),
+            self.admin_address,
         )
 
-    def _listen(self, config: StoreConfig) -> tuple[grpc.Server, str]:
-        server = grpc.server(
-            self._workers,
-            options=[
-                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.so_reuseport", 0),
-            ],
+    def _listen(self, config: StoreConfig) -> str:
+        listener = GrpcListener(
+            config.listen,
+            threads=config.max_workers,
+            access=self._access,
+            roles=(Role.TENANT, Role.ADMIN, Role.METRICS),
+            tls=self._tls,
         )
-        _prepare_socket(config.listen)
+        self._listeners.append(listener)
+        prepare_socket(config.listen)  # a lane's socket lies in the same folder
         if config.max_lanes:
             self._lane = self._open_lane(config)
-        service = StoreService(self.store, self._lane, max_streams=config.max_workers * 3 // 4)
-        rpc.add_StoreServicer_to_server(service, server)
-        self._health = health.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        for name in ("", SERVICE_NAME):
-            self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        reflection.enable_server_reflection(
-            [SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME], server
+        max_streams = config.max_workers * 3 // 4
+        service = StoreService(self.store, self._lane, self._access, max_streams=max_streams)
+        rpc.add_StoreServicer_to_server(service, listener.server)
+        listener.bind(SERVICE_NAME)
+        return listener.address
+
+    def _listen_for_operators(self, config: StoreConfig) -> str | None:
+        if config.admin_address is None:
+            return None
+        listener = GrpcListener(
+            config.admin_address,
+            threads=_ADMIN_THREADS,
+            access=self._access,
+            roles=(Role.ADMIN,),
+            tls=self._tls,
         )
-        try:
-            port = server.add_insecure_port(config.listen)
-        except RuntimeError as error:
-            raise StoreUnavailable(f"can not listen at {config.listen!r}: {error}") from error
-        if config.listen.startswith("unix:"):
-            return server, config.listen
-        return server, f"{config.listen.rpartition(':')[0]}:{port}"
+        self._listeners.append(listener)
+        listener.bind()
+        return listener.address
 
     def _open_lane(self, config: StoreConfig) -> Lane:
         try:
-            return Lane(self.store, config.listen, max_connections=config.max_lanes)
+            return Lane(
+                self.store,
+                config.listen,
+                max_connections=config.max_lanes,
+                access=self._access,
+                tls=self._tls,
+            )
         except OSError as error:
             raise StoreUnavailable(
                 f"can not listen beside {config.listen!r} for data lanes: {error}"
             ) from error
 
     def _warm_up(self) -> None:
-        """Spends on itself what the first call in a process costs, up to half a second."""
-        with grpc.insecure_channel(
-            self.address, options=[("grpc.enable_http_proxy", 0)]
-        ) as channel:
+        """Spends on itself what the first call in a process costs, up to half a second.
+
+        A call is made even if it is refused; where only TLS is spoken, at the door of operators.
+        """
+        plain = [a for a in (self.address, self.admin_address) if a and self._is_plain(a)]
+        if not plain:
+            return
+        with grpc.insecure_channel(plain[0], options=[("grpc.enable_http_proxy", 0)]) as channel:
             stub = rpc.StoreStub(channel)
             try:
                 stub.Describe(pb.DescribeRequest(), timeout=_WARM_UP_S, wait_for_ready=True)
             except grpc.RpcError as error:
-                raise from_rpc_error(error, self.address) from error
+                ours = from_rpc_error(error, plain[0])
+                if not isinstance(ours, NotAuthenticated):
+                    raise ours from error
+
+    def _is_plain(self, address: str) -> bool:
+        return self._tls is None or address.startswith("unix:")
 
     def stop(self, grace_s: float = 1.0) -> None:
         """Refuses new calls, lets running ones end for `grace_s` seconds, then closes the store."""
-        self._health.enter_graceful_shutdown()
+        for listener in self._listeners:
+            listener.drain()
         self._close(grace_s)
 
     def _close(self, grace_s: float) -> None:
-        if self._server is not None:
-            self._server.stop(grace_s).wait()
+        for listener in self._listeners:
+            listener.stop_taking(grace_s)
         if self._lane is not None:
             self._lane.close()
-        self._workers.shutdown()  # a handler that still runs reads the pool's memory
+        for listener in self._listeners:
+            listener.join()
         self.store.close()
 
 
-def _prepare_socket(address: str) -> None:
-    """Makes the folder of a Unix socket, private to this user, and clears a dead socket away."""
-    if not address.startswith("unix:"):
-        return
-    path = Path(socket_path(address))
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if path.exists() and not path.is_socket():
-            raise StoreUnavailable(f"can not listen at {path}: it is no socket")
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise StoreUnavailable(f"can not listen at {path}: {error.strerror}") from error
+def _tls(config: StoreConfig) -> ServerTls | None:
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    return ServerTls(config.tls_cert, config.tls_key, config.tls_client_ca)
+
+
+def _in_words(tls: ServerTls | None) -> str:
+    if tls is None:
+        return "off"
+    return "on, with client certificates" if tls.asks_clients else "on"
 
 
 @contextmanager

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.proto import store_pb2_grpc as rpc
+from tailreplay.store.auth import Role, allow
 from tailreplay.store.errors import (
     IntegrityError,
     LimitExceeded,
     StoreUnavailable,
     TailReplayError,
 )
-from tailreplay.store.lane import TICKET_S, Lane
+from tailreplay.store.lane import Lane
+from tailreplay.store.lane_tickets import TICKET_S, client_of_call
 from tailreplay.store.lane_wire import LaneRecord, RecordKind
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
     import grpc
 
+    from tailreplay.store.auth import Access, Principal
     from tailreplay.store.core import Store
     from tailreplay.store.reader import Frame
 
@@ -33,27 +36,32 @@ class StoreService(rpc.StoreServicer):
     Args:
         store: what to serve; its owner closes it.
         lane: the data lane to hand out tickets for; None = there is none.
+        access: says who a caller is.
         max_streams: Fetch and Put calls at a time; more are refused, so that lookups are answered
             whatever streams do.
     """
 
-    def __init__(self, store: Store, lane: Lane | None, max_streams: int) -> None:
+    def __init__(
+        self, store: Store, lane: Lane | None, access: Access, *, max_streams: int
+    ) -> None:
         self._store = store
         self._lane = lane
+        self._access = access
         self._max_streams = max_streams
         self._streams = threading.BoundedSemaphore(max_streams)
 
     def Match(self, request: pb.MatchRequest, context: grpc.ServicerContext) -> pb.MatchResponse:
         """Answers from the index."""
         with self._statuses(context):
-            return self._store.match(request)
+            return self._store.match(request, self._reader(context))
 
     def Fetch(
         self, request: pb.FetchRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.FetchFrame]:
         """Streams rows; the lease ends with the stream."""
         with self._statuses(context), self._stream():
-            for frame in self._store.fetch(request, context.cancel):
+            caller = self._reader(context)
+            for frame in self._store.fetch(request, context.cancel, caller=caller):
                 message = _message(frame)
                 if message is not None:
                     yield message
@@ -63,7 +71,7 @@ class StoreService(rpc.StoreServicer):
     ) -> pb.PutResponse:
         """Takes objects; answers once they are in the CPU tier."""
         with self._statuses(context), self._stream():
-            return self._store.put(request_iterator, context.cancel)
+            return self._store.put(request_iterator, context.cancel, self._reader(context))
 
     def OpenLane(
         self, request: pb.OpenLaneRequest, context: grpc.ServicerContext
@@ -72,13 +80,17 @@ class StoreService(rpc.StoreServicer):
         with self._statuses(context):
             if self._lane is None:
                 raise StoreUnavailable("this store has no data lane (max_lanes is 0)")
-            return pb.OpenLaneResponse(
+            caller = self._reader(context)
+            client = client_of_call(context)
+            answer = pb.OpenLaneResponse(
                 address=self._lane.address,
-                ticket=self._lane.ticket(),
+                ticket=self._lane.tickets.issue(client, caller),
                 ticket_s=TICKET_S,
-                segment=self._store.tiers.shm_path,
-                segment_bytes=self._store.tiers.pool_bytes,
             )
+            if self._store.config.share_memory and caller.shared_memory and not client.host:
+                answer.segment = self._store.tiers.shm_path
+                answer.segment_bytes = self._store.tiers.pool_bytes
+            return answer
 
     def Release(
         self, request: pb.ReleaseRequest, context: grpc.ServicerContext
@@ -90,14 +102,28 @@ class StoreService(rpc.StoreServicer):
     def Stats(self, request: pb.StatsRequest, context: grpc.ServicerContext) -> pb.StatsResponse:
         """Counts and sizes."""
         with self._statuses(context):
+            allow(self._caller(context), Role.ADMIN, Role.METRICS)
             return self._store.stats()
 
     def Describe(
         self, request: pb.DescribeRequest, context: grpc.ServicerContext
     ) -> pb.DescribeResponse:
-        """Identity and settings."""
+        """Identity and settings; a tenant does not see the settings, nor who else is there."""
         with self._statuses(context):
-            return self._store.describe(version("tailreplay"))
+            answer = self._store.describe(version("tailreplay"))
+            if self._caller(context).role not in (Role.ANYONE, Role.ADMIN):
+                answer.settings.clear()
+                del answer.namespaces[:]
+            return answer
+
+    def _caller(self, context: grpc.ServicerContext) -> Principal:
+        return self._access.principal(context.invocation_metadata())
+
+    def _reader(self, context: grpc.ServicerContext) -> Principal:
+        """A caller that may read and write objects."""
+        caller = self._caller(context)
+        allow(caller, Role.TENANT, Role.ADMIN)
+        return caller
 
     @contextmanager
     def _stream(self) -> Iterator[None]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import tokens as wire_tokens
 from tailreplay.store.errors import InvalidRequest, LimitExceeded
-from tailreplay.store.header import Header, header_bytes, verify_object
+from tailreplay.store.header import Header, header_bytes, rename, verify_object
 from tailreplay.store.objects import (
     BLOCK_TOKENS,
     MAX_TAIL_FIGURES_BYTES,
@@ -48,8 +49,14 @@ class Writer:
         self._digest_key = digest_key
         self._max_object_bytes = max_object_bytes
 
-    def put(self, frames: Iterator[pb.PutFrame]) -> pb.PutResponse:
+    def put(
+        self, frames: Iterator[pb.PutFrame], scoped: Callable[[bytes], bytes]
+    ) -> pb.PutResponse:
         """Stores a stream of objects; those stored before an error stay stored.
+
+        Args:
+            frames: what the writer sends.
+            scoped: where to keep what the writer calls by a namespace.
 
         Raises:
             InvalidRequest: frames out of order, or positions that are not on the block grid.
@@ -61,7 +68,7 @@ class Writer:
         if first is None or first.WhichOneof("frame") != "begin":
             found = first.WhichOneof("frame") if first is not None else "nothing"
             raise InvalidRequest(f"a Put stream starts with `{found}`, wanted `begin`")
-        with self.open(first.begin) as session:
+        with self.open(first.begin, scoped(first.begin.namespace)) as session:
             for frame in frames:
                 if frame.WhichOneof("frame") != "object":
                     raise InvalidRequest(f"got `{frame.WhichOneof('frame')}`, wanted `object`")
@@ -71,14 +78,18 @@ class Writer:
                     _drain(frames, frame.object.size_bytes)
             return session.response
 
-    def open(self, begin: pb.PutBegin) -> PutSession:
+    def open(self, begin: pb.PutBegin, namespace: bytes) -> PutSession:
         """Starts storing objects of one prefix; to be used as a context.
+
+        Args:
+            begin: whose objects; prefixes are named by its namespace.
+            namespace: the one to keep them in.
 
         Raises:
             InvalidRequest: its tokens are malformed.
         """
         tokens = wire_tokens.from_wire(begin.tokens)
-        prompt = Prompt(begin.namespace, tokens, self._digest_key(begin.namespace))
+        prompt = Prompt(namespace, tokens, self._digest_key(namespace), begin.namespace)
         return PutSession(self._catalog, self._tiers, prompt, self._max_object_bytes)
 
 
@@ -162,7 +173,9 @@ class PutSession:
 
         def fill(view: memoryview) -> None:
             receive(view)
-            header = verify_object(view, name)
+            header = verify_object(view, replace(name, namespace=self._prompt.sent_namespace))
+            if name.namespace != self._prompt.sent_namespace:
+                rename(view, header, name.namespace)
             if (header.first_token, header.end_token) != (wanted.first_token, wanted.end_token):
                 raise InvalidRequest(
                     f"object holds rows [{header.first_token}, {header.end_token}), "

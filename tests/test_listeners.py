@@ -1,0 +1,361 @@
+"""Who gets through which door: tokens over a Unix socket, client certificates over TCP."""
+
+import os
+from contextlib import closing, contextmanager
+
+import grpc
+import numpy as np
+import pytest
+from certificates import Authority
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from store_objects import Prefix, put_frames, span_range
+from tokens_file import TENANTS, bearer, write_tokens
+
+from tailreplay.connector.client import ObjectBytes, StoreClient
+from tailreplay.connector.lane import LaneStream
+from tailreplay.proto import store_pb2 as pb
+from tailreplay.store import serve_in_thread
+from tailreplay.store.credentials import NO_CREDENTIALS, Credentials
+from tailreplay.store.errors import NotAllowed, NotAuthenticated, StoreUnavailable
+from tailreplay.store.lane_wire import (
+    HELLO,
+    MAGIC,
+    PLACED,
+    VERSION,
+    RecordKind,
+    Request,
+    connect,
+)
+from tailreplay.store.objects import Kind
+
+WAIT_S = 20
+PREFIX = Prefix(bytes(range(32)), range(1, 301))
+
+
+@contextmanager
+def client_of(address, credentials, **how):
+    with StoreClient(
+        address, credentials=credentials, match_timeout_s=WAIT_S, call_timeout_s=WAIT_S, **how
+    ) as client:
+        yield client
+
+
+def put(client, prefix=PREFIX):
+    frames = list(put_frames(prefix, chunk_bytes=1 << 30))[1:]
+    objects = [
+        ObjectBytes(a.object, [b.chunk]) for a, b in zip(frames[::2], frames[1::2], strict=True)
+    ]
+    return client.put(prefix.namespace, prefix.tokens, objects, timeout_s=WAIT_S)
+
+
+def fetch(client, prefix=PREFIX, leaf=None):
+    """The bytes of its keys and values, and the kinds of records that came."""
+    leaf = client.match(prefix.namespace, prefix.tokens).leaf if leaf is None else leaf
+    wanted = span_range(Kind.KV, 0, len(prefix))
+    geometry = prefix.geometry[Kind.KV]
+    rows = bytearray(geometry.payload_bytes(len(prefix)))
+    whole = np.frombuffer(rows, np.uint8).reshape(geometry.units, len(prefix), geometry.row_bytes)
+    kinds = []
+    stream = client.fetch(prefix.namespace, leaf, [wanted], timeout_s=WAIT_S)
+    for record, fill in stream:
+        kinds.append(record.kind)
+        if record.kind is RecordKind.ROWS:
+            at = np.s_[
+                record.first_unit : record.first_unit + record.units,
+                record.first_token : record.first_token + record.rows,
+            ]
+            fill(whole[at])
+    return bytes(rows), kinds, isinstance(stream, LaneStream)
+
+
+@pytest.fixture(scope="module")
+def with_tokens(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokens")
+    file = write_tokens(folder / "tokens.json", **TENANTS)
+    with serve_in_thread(token_file=file, stall_limit_s=60) as server:
+        yield server, folder
+
+
+@pytest.fixture
+def as_(with_tokens):
+    server, folder = with_tokens
+
+    def connect_as(name, **how):
+        return client_of(server.address, bearer(folder, name), **how)
+
+    return connect_as
+
+
+def test_without_a_good_token_nothing_but_health_is_told(with_tokens):
+    server, folder = with_tokens
+    with grpc.insecure_channel(server.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        answer = health.Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    with client_of(server.address, bearer(folder, "nobody")) as client:
+        leaf = bytes(32)
+        for call in (
+            client.stats,
+            client.describe,
+            lambda: client.match(PREFIX.namespace, PREFIX.tokens),
+            lambda: put(client),
+            lambda: list(client.fetch(PREFIX.namespace, leaf, [], timeout_s=WAIT_S)),
+            lambda: client.release(bytes(16)),
+        ):
+            with pytest.raises(NotAuthenticated):
+                call()
+        assert client._lanes.take() is None
+
+
+def test_a_refused_token_does_not_open_the_breaker(with_tokens):
+    server, folder = with_tokens
+    credentials = bearer(folder, "late")
+    with client_of(server.address, credentials, lanes=False) as client:
+        for _ in range(10):
+            with pytest.raises(NotAuthenticated):
+                client.match(PREFIX.namespace, PREFIX.tokens)
+        credentials.token_file.write_text("token-acme")
+        client.match(PREFIX.namespace, PREFIX.tokens)
+
+
+@pytest.mark.parametrize("lanes", [True, False])
+def test_tenants_see_their_own_objects_and_nothing_else(as_, lanes):
+    prefix = Prefix(os.urandom(32), range(1, 301))
+    with as_("acme", lanes=lanes) as client:
+        assert put(client, prefix).stored == len(prefix.spans())
+        leaf = client.match(prefix.namespace, prefix.tokens).leaf
+        rows, _, over_lane = fetch(client, prefix)
+        assert (rows, over_lane) == (prefix.rows(Kind.KV, 0, 300), lanes)
+    with as_("acme2", lanes=lanes) as client:
+        assert client.match(prefix.namespace, prefix.tokens).matched_tokens == 300
+        assert put(client, prefix).duplicates == len(prefix.spans())
+    with as_("rival", lanes=lanes) as client:
+        assert client.match(prefix.namespace, prefix.tokens).matched_tokens == 0
+        rows, kinds, _ = fetch(client, prefix, leaf=leaf)
+        assert (bytes(len(rows)), [RecordKind.MISSING]) == (
+            rows,
+            [k for k in kinds if k is not RecordKind.LEASE],
+        )
+        assert put(client, prefix).duplicates == 0
+
+
+def test_nobody_asks_a_tenant_to_count_what_others_do(as_):
+    with as_("acme") as client:
+        with pytest.raises(NotAllowed, match="role is tenant"):
+            client.stats()
+        seen = client.describe()
+        assert (dict(seen.settings), list(seen.namespaces)) == ({}, [])
+        assert seen.boot_id
+    with as_("scraper") as client:
+        client.stats()
+        with pytest.raises(NotAllowed, match="role is metrics"):
+            client.match(PREFIX.namespace, PREFIX.tokens)
+    with as_("root") as client:
+        client.stats()
+        assert client.describe().settings["listen"]
+
+
+def test_the_pool_is_mapped_by_those_whose_token_says_so(as_):
+    for name, mapped in (("acme", False), ("sharer", True)):
+        with as_(name) as client:
+            put(client)
+            lane = client._lanes.take()
+            client._lanes.give_back(lane)
+            assert (lane.segment is not None) == mapped
+            assert fetch(client)[0] == PREFIX.rows(Kind.KV, 0, 300)
+
+
+def test_a_reader_that_may_not_map_the_pool_is_sent_rows_though_it_asks_for_offsets(as_):
+    with as_("acme") as client, as_("sharer") as other:
+        put(client)
+        put(other)
+        lane, mapped = client._lanes.take(), other._lanes.take()
+        lane.segment = mapped.segment  # it says PLACED from now on
+        client._lanes.give_back(lane)
+        leaf = client.match(PREFIX.namespace, PREFIX.tokens).leaf
+        wanted = span_range(Kind.KV, 0, 300)
+        lane.sock.settimeout(WAIT_S)
+        request = pb.FetchRequest(namespace=PREFIX.namespace, leaf=leaf, ranges=[wanted])
+        lane.request(Request.FETCH, request, PLACED)
+        assert lane.record().kind is RecordKind.ROWS
+        mapped.close()
+
+
+def test_shared_memory_can_be_refused_to_everybody():
+    with (
+        serve_in_thread(share_memory=False) as server,
+        client_of(server.address, NO_CREDENTIALS) as client,
+    ):
+        put(client)
+        lane = client._lanes.take()
+        client._lanes.give_back(lane)
+        assert lane.segment is None
+        assert fetch(client)[0] == PREFIX.rows(Kind.KV, 0, 300)
+
+
+def test_a_lane_ends_with_the_token_that_opened_it(tmp_path):
+    file = write_tokens(tmp_path / "tokens.json", **TENANTS)
+    with (
+        serve_in_thread(token_file=file) as server,
+        client_of(server.address, bearer(tmp_path, "acme")) as client,
+    ):
+        put(client)
+        leaf = client.match(PREFIX.namespace, PREFIX.tokens).leaf
+        write_tokens(file, rival={"tenant": "rival"})
+        stream = client.fetch(PREFIX.namespace, leaf, [span_range(Kind.KV, 0, 9)], timeout_s=WAIT_S)
+        with pytest.raises(NotAuthenticated, match="not good any more"):
+            list(stream)
+
+
+def test_one_tenant_does_not_take_every_lane(tmp_path):
+    file = write_tokens(tmp_path / "tokens.json", **TENANTS)
+    with (
+        serve_in_thread(token_file=file, max_lanes=4) as server,
+        client_of(server.address, bearer(tmp_path, "acme")) as greedy,
+        client_of(server.address, bearer(tmp_path, "rival")) as other,
+    ):
+        lanes = [greedy._lanes.take() for _ in range(3)]
+        assert [lane is not None for lane in lanes] == [True, True, False]
+        lanes.append(other._lanes.take())
+        assert lanes[-1] is not None
+        for lane in filter(None, lanes):
+            lane.close()
+
+
+def test_operators_have_a_door_of_their_own(with_tokens):
+    server, folder = with_tokens
+    assert server.admin_address == f"{server.address}.admin"
+    assert os.stat(server.admin_address.removeprefix("unix://")).st_mode & 0o777 == 0o600
+    for name, code in (
+        (None, grpc.StatusCode.UNAUTHENTICATED),
+        ("nobody", grpc.StatusCode.UNAUTHENTICATED),
+        ("acme", grpc.StatusCode.PERMISSION_DENIED),
+        ("scraper", grpc.StatusCode.PERMISSION_DENIED),
+        ("root", grpc.StatusCode.UNIMPLEMENTED),
+    ):
+        metadata = bearer(folder, name).metadata() if name else ()
+        with grpc.insecure_channel(server.admin_address) as channel:
+            call = channel.unary_unary("/tailreplay.store.v1.Admin/NoSuchMethod")
+            with pytest.raises(grpc.RpcError) as caught:
+                call(b"", timeout=WAIT_S, metadata=metadata)
+            assert caught.value.code() is code, name
+
+
+@pytest.fixture(scope="module")
+def over_tls(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tls")
+    ca, rogue = Authority(folder), Authority(folder, "rogue")
+    cert, key = ca.issue("server")
+    file = write_tokens(folder / "tokens.json", **TENANTS)
+    with serve_in_thread(
+        listen="127.0.0.1:0",
+        tls_cert=cert,
+        tls_key=key,
+        tls_client_ca=ca.cert,
+        token_file=file,
+        stall_limit_s=60,
+    ) as server:
+        yield server, folder, ca, rogue
+
+
+def tls_credentials(folder, ca, name="acme", client="engine"):
+    cert, key = ca.issue(client) if client else (None, None)
+    return bearer(folder, name, ca=ca.cert, cert=cert, key=key)
+
+
+def test_a_client_with_a_certificate_and_a_token_is_served_over_grpc_and_lane(over_tls):
+    server, folder, ca, _ = over_tls
+    credentials = tls_credentials(folder, ca)
+    for lanes in (True, False):
+        prefix = Prefix(os.urandom(32), range(1, 301))
+        with client_of(server.address, credentials, lanes=lanes) as client:
+            assert put(client, prefix).stored == len(prefix.spans())
+            rows, _, over_lane = fetch(client, prefix)
+            assert (rows, over_lane) == (prefix.rows(Kind.KV, 0, 300), lanes)
+
+
+def strangers(folder, ca, rogue):
+    own, rogue_pair = ca.issue("engine"), rogue.issue("impostor")
+    token = bearer(folder, "acme").token_file
+    return {
+        "no certificate": {"ca": ca.cert, "token_file": token},
+        "certificate of another authority": {
+            "ca": ca.cert,
+            "cert": rogue_pair[0],
+            "key": rogue_pair[1],
+            "token_file": token,
+        },
+        "store of another authority": {
+            "ca": rogue.cert,
+            "cert": own[0],
+            "key": own[1],
+            "token_file": token,
+        },
+        "in the clear": {"token_file": token},
+    }
+
+
+@pytest.mark.parametrize(
+    "stranger",
+    [
+        "no certificate",
+        "certificate of another authority",
+        "store of another authority",
+        "in the clear",
+    ],
+)
+def test_a_stranger_is_refused_by_grpc_and_by_the_lane(over_tls, stranger):
+    server, folder, ca, rogue = over_tls
+    credentials = Credentials(**strangers(folder, ca, rogue)[stranger])
+    with (
+        closing(StoreClient(server.address, credentials=credentials, match_timeout_s=2)) as client,
+        pytest.raises(StoreUnavailable),
+    ):
+        client.match(PREFIX.namespace, PREFIX.tokens)
+    with client_of(server.address, tls_credentials(folder, ca)) as friend:
+        answer = friend._open_lane()  # a good ticket does not help
+    lane = server.address.rpartition(":")[0] + answer.address
+    assert not is_accepted(lane, credentials.context(), answer.ticket)
+
+
+def is_accepted(lane, tls, ticket):
+    """Whether a lane opens for a ticket."""
+    try:
+        with connect(lane, WAIT_S, tls) as sock:
+            sock.sendall(HELLO.pack(MAGIC, VERSION, 0, ticket))
+            return sock.recv(1) == b"\x01"
+    except OSError:
+        return False
+
+
+def test_a_ticket_of_one_client_is_no_good_to_another(over_tls):
+    server, folder, ca, _ = over_tls
+    with client_of(server.address, tls_credentials(folder, ca)) as friend:
+        answer, good = friend._open_lane(), friend._open_lane()
+    lane = server.address.rpartition(":")[0] + answer.address
+    other = tls_credentials(folder, ca, client="other")
+    assert not is_accepted(lane, other.context(), answer.ticket)
+    own = tls_credentials(folder, ca)  # the same name, another certificate
+    assert not is_accepted(lane, own.context(), good.ticket)
+
+
+def test_certificates_are_renewed_without_a_restart(tmp_path):
+    old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
+    cert, key = old.issue("server")
+    with serve_in_thread(listen="127.0.0.1:0", tls_cert=cert, tls_key=key) as server:
+        for authority in (old, new, old):
+            authority.issue("server")
+            for ca, served in ((authority, True), (new if authority is old else old, False)):
+                credentials = Credentials(ca=ca.cert)
+                with client_of(server.address, credentials) as client:
+                    if served:
+                        put(client)
+                        assert fetch(client)[2]
+                    else:
+                        with pytest.raises(StoreUnavailable):
+                            client.match(PREFIX.namespace, PREFIX.tokens, timeout_s=2)
+
+
+def test_a_token_is_not_sent_over_a_network_in_the_clear(tmp_path):
+    with pytest.raises(ValueError, match=r"would go to 10\.0\.0\.1:7 in the clear"):
+        StoreClient("10.0.0.1:7", credentials=bearer(tmp_path, "acme"))
