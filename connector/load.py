@@ -32,6 +32,7 @@ _REASONS = {
     pb.MISS_REASON_EVICTED: "evicted",
     pb.MISS_REASON_INTEGRITY: "integrity",
     pb.MISS_REASON_DEADLINE: "deadline",
+    pb.MISS_REASON_NO_ROOM: "no_room",
 }
 
 

@@ -112,6 +112,8 @@ class _MissReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissReason
     """Found, but not what it should be; it has been dropped."""
     MISS_REASON_DEADLINE: _MissReason.ValueType  # 3
     """A tier did not answer in time."""
+    MISS_REASON_NO_ROOM: _MissReason.ValueType  # 4
+    """The store's memory had no room to bring it from another tier; it may have room later."""
 
 class MissReason(_MissReason, metaclass=_MissReasonEnumTypeWrapper): ...
 
@@ -122,6 +124,8 @@ MISS_REASON_INTEGRITY: MissReason.ValueType  # 2
 """Found, but not what it should be; it has been dropped."""
 MISS_REASON_DEADLINE: MissReason.ValueType  # 3
 """A tier did not answer in time."""
+MISS_REASON_NO_ROOM: MissReason.ValueType  # 4
+"""The store's memory had no room to bring it from another tier; it may have room later."""
 Global___MissReason: _TypeAlias = MissReason  # noqa: Y015
 
 @_typing.final

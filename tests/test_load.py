@@ -242,6 +242,7 @@ def test_whole_blocks_must_bear_our_name_and_the_last_part_may_be_of_a_longer_si
         (pb.MISS_REASON_EVICTED, "evicted"),
         (pb.MISS_REASON_INTEGRITY, "integrity"),
         (pb.MISS_REASON_DEADLINE, "deadline"),
+        (pb.MISS_REASON_NO_ROOM, "no_room"),
     ],
 )
 def test_what_the_store_misses_fails_its_range_alone(sent, reason):
