@@ -6,8 +6,8 @@ import contextlib
 import math
 import threading
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from lmcache.v1.distributed.l1_manager import L1Manager
 from lmcache.v1.distributed.storage_manager import StorageManager
 
 from tailreplay.store.lmcache_l1 import layout_of
+from tailreplay.store.misses import Miss
 from tailreplay.store.pins import Source
 from tailreplay.store.slices import Slice, cut
 
@@ -38,6 +39,18 @@ class _Load(NamedTuple):
     handle: PrefetchHandle
 
 
+class Loaded(NamedTuple):
+    """What became of a request; each of its objects is in one of the two.
+
+    Attributes:
+        came: where from; each has one read lock.
+        missed: why not.
+    """
+
+    came: dict[ObjectKey, Source]
+    missed: dict[ObjectKey, Miss]
+
+
 class Loader:
     """Loads objects into the pool, with deadlines. Thread-safe.
 
@@ -45,31 +58,53 @@ class Loader:
         l1: the pool.
         manager: LMCache's manager of it.
         pool_bytes: size of the pool.
+        cancel: takes back loads that are not under way.
     """
 
-    def __init__(self, l1: L1Manager, manager: StorageManager, pool_bytes: int) -> None:
+    def __init__(
+        self,
+        l1: L1Manager,
+        manager: StorageManager,
+        pool_bytes: int,
+        cancel: Callable[[Sequence[ObjectKey]], None],
+    ) -> None:
         self._l1 = l1
         self._manager = manager
         self._pool_bytes = pool_bytes
+        self._cancel = cancel
+        # State, under _lock: how many requests wait for an object, and what its tier last said.
+        self._lock = threading.Lock()
+        self._waiters: Counter[ObjectKey] = Counter()
+        self._said: dict[ObjectKey, Miss] = {}
         self._closing = threading.Event()
         self._late = ThreadPoolExecutor(1, "tailreplay-late")
 
-    def load(
-        self, sizes: Mapping[ObjectKey, int], *, urgent: bool, deadline: float
-    ) -> dict[ObjectKey, Source]:
+    def load(self, sizes: Mapping[ObjectKey, int], *, urgent: bool, deadline: float) -> Loaded:
         """Bring objects into the pool.
 
         Args:
             sizes: the objects, and the bytes that each must have.
             urgent: ask for everything at once, not slice by slice.
             deadline: when to give up, on the monotonic clock.
-
-        Returns:
-            What came, each with one read lock.
         """
+        with self._lock:
+            self._waiters.update(sizes.keys())
+        try:
+            return self._load(sizes, urgent=urgent, deadline=deadline)
+        finally:
+            self._leave(sizes)
+
+    def missed(self, keys: Iterable[ObjectKey], why: Miss) -> None:
+        """Take note of why objects will not come, before their load or lookup ends."""
+        with self._lock:
+            for key in keys:
+                if key in self._waiters:
+                    self._said[key] = why
+
+    def _load(self, sizes: Mapping[ObjectKey, int], *, urgent: bool, deadline: float) -> Loaded:
         waiting = deque(cut(sizes, lambda key: int(key.object_group_id)))
         in_flight: deque[_Load] = deque()
-        loaded: dict[ObjectKey, Source] = {}
+        loaded = Loaded({}, {})
         most = len(sizes) if urgent else _BULK_SLICES
         while waiting or in_flight:
             while waiting and len(in_flight) < most:
@@ -81,22 +116,57 @@ class Loader:
                 waiting.extendleft(rest)
                 in_flight.append(_Load(part, self._submit(part)))
             if not in_flight:
-                waiting.popleft()  # it doesn't fit; another size may
+                # It doesn't fit; another size may.
+                loaded.missed.update(dict.fromkeys(waiting.popleft().keys, Miss.NO_ROOM))
                 continue
             result = self._wait(in_flight[0].handle, deadline)
             if result is None:
                 break
             part = in_flight.popleft().part
             came = _outcome(part, result)
-            loaded.update(came)
-            if not came and len(part.keys) > 1 and _was_found(result):
-                # Found and not loaded: there is no room for all of them, but perhaps for some.
+            loaded.came.update(came)
+            reasons = self._reasons(part, result, came)
+            if not came and len(part.keys) > 1 and Miss.NO_ROOM in reasons.values():
+                # There is no room for all of them, but perhaps for some.
                 first, rest = part.split(len(part.keys) // 2)
                 waiting.extendleft([*rest, first])
+            else:
+                loaded.missed.update(reasons)
         if in_flight:
+            self._give_up([load.part for load in in_flight] + [*waiting], loaded)
             with contextlib.suppress(RuntimeError):  # closing, when all locks go anyway
                 self._late.submit(self._collect_late, list(in_flight))
         return loaded
+
+    def _reasons(
+        self, part: Slice[ObjectKey], result: PrefetchResult, came: Container[ObjectKey]
+    ) -> dict[ObjectKey, Miss]:
+        """Why objects did not come: what their tier said, or else that the pool took none."""
+        found = result.found_cells[0] if result.found_cells else None
+        with self._lock:
+            return {
+                key: self._said.get(
+                    key, Miss.NO_ROOM if found is not None and found.test(i) else Miss.ABSENT
+                )
+                for i, key in enumerate(part.keys)
+                if key not in came
+            }
+
+    def _give_up(self, parts: Sequence[Slice[ObjectKey]], loaded: Loaded) -> None:
+        """Take back what is not under way, unless another request waits for it too."""
+        keys = [key for part in parts for key in part.keys]
+        loaded.missed.update(dict.fromkeys(keys, Miss.LATE))
+        with self._lock:
+            alone = [key for key in keys if self._waiters[key] == 1]
+        self._cancel(alone)
+
+    def _leave(self, keys: Iterable[ObjectKey]) -> None:
+        with self._lock:
+            for key in keys:
+                self._waiters[key] -= 1
+                if not self._waiters[key]:
+                    del self._waiters[key]
+                    self._said.pop(key, None)
 
     def close(self) -> None:
         """Give up what is under way. Before the manager is closed."""
@@ -140,7 +210,3 @@ def _outcome(part: Slice[ObjectKey], result: PrefetchResult) -> dict[ObjectKey, 
         for i, key in enumerate(part.keys)
         if hits.test(i)
     }
-
-
-def _was_found(result: PrefetchResult) -> bool:
-    return bool(result.found_cells and result.found_cells[0].popcount())

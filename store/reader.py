@@ -6,7 +6,7 @@ import logging
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.catalog import records_on
@@ -14,16 +14,17 @@ from tailreplay.store.checksum import crc32c_of
 from tailreplay.store.errors import IntegrityError, InvalidRequest
 from tailreplay.store.header import Header, header_of, parse_header
 from tailreplay.store.lane_wire import LaneRecord, RecordKind
+from tailreplay.store.misses import Miss
 from tailreplay.store.objects import Kind, ObjectName
 from tailreplay.store.pin_budget import PinBudget
+from tailreplay.store.pins import Pinned
 from tailreplay.store.row_sums import crc32c_of_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
     from tailreplay.store.catalog import Catalog
     from tailreplay.store.index import Path
-    from tailreplay.store.pins import Pinned
     from tailreplay.store.record import Record
     from tailreplay.store.tiers import Tiers
 
@@ -34,6 +35,11 @@ logger = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 2 << 20
 """Most payload in one frame, bytes; far below gRPC's message limit of 16 MiB."""
 
+_MAY_COME_LATER = {
+    Miss.AWAY: pb.MISS_REASON_DEADLINE,
+    Miss.LATE: pb.MISS_REASON_DEADLINE,
+    Miss.NO_ROOM: pb.MISS_REASON_NO_ROOM,
+}
 _MAX_WINDOW_OBJECTS = 256
 _PLACED_SHARE = 4
 
@@ -216,35 +222,26 @@ class Reader:
         loading = sum(r.size for r in wanted if not r.in_cpu)
         if loading and self._tiers.pool_bytes - self._tiers.used_bytes < loading:
             self._catalog.make_room(loading)
-        before = self._tiers.redis_status() if loading else None
         got = self._tiers.pin(
             [(r.name, r.size) for r in wanted], urgent=urgent, timeout_s=self._timeout_s
         )
-        pinned = {p.name: p for p in got if p is not None}
+        pinned = {p.name: p for p in got if isinstance(p, Pinned)}
         self._catalog.loaded([r for r in wanted if r.name in pinned])
-        absent = [r for r in wanted if r.name not in pinned]
-        return pinned, self._give_up(absent, before) if absent else {}
+        reasons = {
+            record.name: self._give_up(record, miss)
+            for record, miss in zip(wanted, got, strict=True)
+            if isinstance(miss, Miss)
+        }
+        return pinned, reasons
 
-    def _give_up(
-        self, absent: Sequence[Record], before: Mapping[str, Any] | None
-    ) -> dict[ObjectName, Reason]:
-        """Drops records whose payload is really gone; says why they are not there."""
-        now = self._tiers.redis_status()
-        before = now if before is None else before
-        damaged = _steps(before, now, "integrity_errors") > 0
-        gone = _steps(before, now, "absent", "lookups") > _steps(before, now, "lookup_hits")
-        reasons: dict[ObjectName, Reason] = {}
-        for record in absent:
-            if record.in_redis and not (damaged or (gone and now.get("healthy"))):
-                # What can not be read now, or has no room now, may be there later.
-                self._catalog.late([record])
-                reasons[record.name] = pb.MISS_REASON_DEADLINE
-                continue
-            in_redis = record.in_redis
-            self._catalog.lost(record)
-            reason = pb.MISS_REASON_INTEGRITY if damaged and in_redis else pb.MISS_REASON_EVICTED
-            reasons[record.name] = reason
-        return reasons
+    def _give_up(self, record: Record, miss: Miss) -> Reason:
+        """Drops a record whose payload is really gone; says why it is not there."""
+        if record.in_redis and miss in _MAY_COME_LATER:
+            self._catalog.late([record])
+            return _MAY_COME_LATER[miss]
+        self._catalog.lost(record)
+        damaged = miss is Miss.DAMAGED
+        return pb.MISS_REASON_INTEGRITY if damaged else pb.MISS_REASON_EVICTED
 
     def _send_piece(
         self,
@@ -282,10 +279,6 @@ class Reader:
 def _is_urgent(window: Sequence[_Piece]) -> bool:
     """Whether a replay waits for it: a window holds hiddens and states, or keys and values."""
     return any(piece.wanted.kind != pb.KIND_KV for piece in window)
-
-
-def _steps(before: Mapping[str, Any], now: Mapping[str, Any], *counters: str) -> int:
-    return sum(int(now.get(c, 0)) - int(before.get(c, 0)) for c in counters)
 
 
 def _used(path: Path, pieces: Sequence[_Piece]) -> list[Record]:

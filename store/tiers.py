@@ -26,7 +26,7 @@ from tailreplay.store.lmcache_l1 import (
     object_name,
     touch,
 )
-from tailreplay.store.loader import Loader
+from tailreplay.store.loader import Loaded, Loader
 from tailreplay.store.misses import Miss
 from tailreplay.store.objects import ObjectName
 from tailreplay.store.pins import PinBooks, Pinned, Source
@@ -89,19 +89,19 @@ class Tiers:
             self._manager = construct_manager(self._l1, adapters)
             undo.pop_all()
         self._pins = PinBooks()
-        self._loader = Loader(self._l1, self._manager, self._pool_bytes)
         # State, under _lock: deleted objects that somebody still reads, and whether this is over.
         self._lock = threading.Lock()
         self._doomed: set[ObjectKey] = set()
         self._closed = False
         self._redis = self._manager.l2_adapters()[0][1] if adapters else None
+        self._loader = Loader(self._l1, self._manager, self._pool_bytes, self._cancel)
         self._write_back = WriteBack[ObjectKey](
             on_stored=lambda keys: on_redis_stored([object_name(key) for key in keys]),
             on_failed=lambda keys: on_redis_failed([object_name(key) for key in keys]),
             unwanted=self._unwanted,
             forget=self._forget,
         )
-        self._manager.register_l2_listener(_Listener(self._write_back))
+        self._manager.register_l2_listener(_Listener(self._write_back, self._loader))
 
     @property
     def shm_path(self) -> str:
@@ -155,7 +155,7 @@ class Tiers:
         *,
         urgent: bool,
         timeout_s: float,
-    ) -> list[Pinned | None]:
+    ) -> list[Pinned | Miss]:
         """Bring objects into the CPU tier and hold them there until `unpin`.
 
         What does not fit in the free part of the pool stays out; the others come all the same.
@@ -166,12 +166,11 @@ class Tiers:
             timeout_s: how long to wait for Redis.
 
         Returns:
-            One entry per object, in order; None for what is absent, has another size, does not fit
-            in the pool, or did not come in time.
+            One entry per object, in order: the pin, or why there is none.
         """
         keys = [object_key(name) for name, _ in names_and_sizes]
         found = {key: memory for key, (_, memory) in self._l1.reserve_read(keys).items()}
-        loaded: dict[ObjectKey, Source] = {}
+        loaded = Loaded({}, {})
         missing = {
             key: size
             for (_, size), key in zip(names_and_sizes, keys, strict=True)
@@ -181,17 +180,20 @@ class Tiers:
             loaded = self._loader.load(
                 missing, urgent=urgent, deadline=time.monotonic() + timeout_s
             )
-            came = self._l1.reserve_read([key for key in keys if key in loaded])
+            came = self._l1.reserve_read([key for key in keys if key in loaded.came])
             found.update((key, memory) for key, (_, memory) in came.items())
-            self._l1.finish_read(list(loaded))
+            self._l1.finish_read(list(loaded.came))
         return [
-            self._hold(name, size, key, loaded.get(key, "cpu"), found[key])
+            self._hold(name, size, key, loaded.came.get(key, "cpu"), found[key])
+            or loaded.missed.get(key, Miss.ABSENT)
             for (name, size), key in zip(names_and_sizes, keys, strict=True)
         ]
 
-    def unpin(self, pinned: Pinned | Iterable[Pinned | None]) -> None:
+    def unpin(self, pinned: Pinned | Iterable[Pinned | Miss]) -> None:
         """Let go of one or many objects; their `data` is gone. Doing it again changes nothing."""
-        batch = [pinned] if isinstance(pinned, Pinned) else [p for p in pinned if p is not None]
+        batch = (
+            [pinned] if isinstance(pinned, Pinned) else [p for p in pinned if isinstance(p, Pinned)]
+        )
         released = [p.key for p in batch if self._pins.remove(p)]
         if released:
             self._l1.finish_read(released)
@@ -285,6 +287,10 @@ class Tiers:
         if self._redis is not None:
             self._redis.delete(list(keys))
 
+    def _cancel(self, keys: Sequence[ObjectKey]) -> None:
+        if self._redis is not None:
+            self._redis.cancel(keys)
+
     def _purge(self) -> None:
         """Drop deleted objects that nobody reads any more."""
         if not self._doomed:
@@ -323,8 +329,9 @@ class Tiers:
 class _Listener(WriteBackListener):
     """Passes outcomes on, from a thread of the Redis shard; the rest is of no interest."""
 
-    def __init__(self, write_back: WriteBack[ObjectKey]) -> None:
+    def __init__(self, write_back: WriteBack[ObjectKey], loader: Loader) -> None:
         self._write_back = write_back
+        self._loader = loader
 
     def on_l2_keys_stored(self, keys: list[ObjectKey], sizes: list[int]) -> None:
         self._write_back.stored(keys)
@@ -332,7 +339,8 @@ class _Listener(WriteBackListener):
     def on_l2_keys_failed(self, keys: list[ObjectKey]) -> None:
         self._write_back.failed(keys)
 
-    def on_l2_keys_missed(self, keys: list[ObjectKey], why: Miss) -> None: ...
+    def on_l2_keys_missed(self, keys: list[ObjectKey], why: Miss) -> None:
+        self._loader.missed(keys, why)
 
     def on_l2_keys_accessed(self, keys: list[ObjectKey]) -> None: ...
 

@@ -12,6 +12,7 @@ from waiting import until
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
 from tailreplay.store.objects import Kind
+from tailreplay.store.tiers import PutOutcome
 
 pytestmark = pytest.mark.redis
 
@@ -191,6 +192,19 @@ def test_what_the_pool_gave_up_comes_back_from_redis(store, client):
     fetched = client.fetch(LATE, *everything(LATE))
     assert not fetched.missing
     assert fetched.rows[2] == LATE.rows(KV, 0, 1000)
+
+
+def test_a_pool_without_room_says_so_and_loses_nothing(store, client):
+    client.put(LATE)
+    until(lambda: settled(client))
+    store.catalog.make_room(store.tiers.pool_bytes)
+    filler = prefix_of(50).name(KV, 256)  # not in the catalog, so that nothing evicts it
+    size = store.tiers.pool_bytes - store.tiers.used_bytes - 4096
+    assert store.tiers.put(filler, size, lambda memory: None) is PutOutcome.STORED
+    fetched = client.fetch(LATE, span_range(KV, 0, 1000))
+    assert fetched.missing[0].reason == pb.MISS_REASON_NO_ROOM
+    until(lambda: store.tiers.evict([filler]))
+    assert client.fetch(LATE, span_range(KV, 0, 1000)).rows == {0: LATE.rows(KV, 0, 1000)}
 
 
 def test_an_aborted_put_leaves_nothing_on_its_way(client):

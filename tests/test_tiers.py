@@ -19,6 +19,7 @@ from redis_server import RedisServer
 from waiting import until
 
 from tailreplay.store.errors import StoreUnavailable
+from tailreplay.store.misses import Miss
 from tailreplay.store.objects import Kind, ObjectName
 from tailreplay.store.pins import Pinned
 from tailreplay.store.redis_endpoint import RedisEndpoint
@@ -49,10 +50,10 @@ def put(tiers: Tiers, name: ObjectName, size: int) -> PutOutcome:
 
 def pin(
     tiers: Tiers, *wanted: tuple[ObjectName, int], timeout_s: float = 20
-) -> list[Pinned | None]:
+) -> list[Pinned | Miss]:
     pins = tiers.pin(wanted, urgent=True, timeout_s=timeout_s)
     for (name, size), pinned in zip(wanted, pins, strict=True):
-        assert pinned is None or pinned.data == payload_of(name, size)
+        assert isinstance(pinned, Miss) or pinned.data == payload_of(name, size)
     return pins
 
 
@@ -117,8 +118,8 @@ def test_absent_objects_and_wrong_sizes_are_none_in_their_place(tiers):
         (name_of(1), 999),
         (name_of(1, Kind.HIDDEN), 1000),
     )
-    assert there is not None
-    assert (absent, other_size, other_kind) == (None, None, None)
+    assert isinstance(there, Pinned)
+    assert (absent, other_size, other_kind) == (Miss.ABSENT,) * 3
     tiers.unpin(there)
     assert tiers.evict([name_of(1)])  # the wrong size left no lock behind
 
@@ -126,7 +127,7 @@ def test_absent_objects_and_wrong_sizes_are_none_in_their_place(tiers):
 def test_a_second_put_of_a_name_exists_and_keeps_the_first_bytes(tiers):
     put(tiers, name_of(1), 1000)
     assert tiers.put(name_of(1), 1000, lambda memory: None) is PutOutcome.EXISTS
-    assert pin(tiers, (name_of(1), 1000))[0] is not None
+    assert isinstance(pin(tiers, (name_of(1), 1000))[0], Pinned)
 
 
 def test_a_fill_that_raises_leaves_nothing(tiers):
@@ -150,7 +151,7 @@ def test_an_object_is_invisible_until_it_is_filled(tiers):
         seen.append(put(tiers, name_of(1), 1000))
 
     tiers.put(name_of(1), 1000, fill)
-    assert seen == [[False], [None], PutOutcome.EXISTS]
+    assert seen == [[False], [Miss.ABSENT], PutOutcome.EXISTS]
 
 
 def test_a_full_pool_says_so_and_takes_more_after_eviction(tiers):
@@ -176,7 +177,7 @@ def test_pinned_objects_are_not_evicted_and_count_once(tiers):
 def test_unpinning_again_does_not_take_somebody_elses_pin(tiers):
     put(tiers, name_of(1), 5000)
     first, second = pin(tiers, (name_of(1), 5000), (name_of(1), 5000))
-    tiers.unpin([first, None, first])
+    tiers.unpin([first, Miss.LATE, first])
     tiers.unpin(first)
     assert tiers.evict([name_of(1)]) == 0
     assert second.data == payload_of(name_of(1), 5000)
@@ -199,7 +200,7 @@ def test_two_stores_of_one_identity_never_share_a_pool(open_tiers):
     put(first, name_of(1), 5000)
     with pytest.raises(StoreUnavailable, match="already running"):
         open_tiers(identity=f"twin-{os.getpid()}")
-    assert pin(first, (name_of(1), 5000))[0] is not None
+    assert isinstance(pin(first, (name_of(1), 5000))[0], Pinned)
 
 
 def test_a_killed_stores_segment_is_replaced(open_tiers):
@@ -225,9 +226,9 @@ def test_many_threads_see_only_whole_objects_and_leave_no_lock(tiers):
             put(tiers, *some[0])
             pins = pin(tiers, *some)
             tiers.evict([name for name, _ in some])
-            assert [p.data for p in pins if p] == [
-                payload_of(p.name, len(p.data)) for p in pins if p
-            ]
+            assert all(
+                p.data == payload_of(p.name, len(p.data)) for p in pins if isinstance(p, Pinned)
+            )
             tiers.unpin(pins)
 
     with ThreadPoolExecutor(4) as pool:
@@ -263,8 +264,8 @@ class CpuTier(RuleBasedStateMachine):
     @rule(names=st.lists(names, max_size=4))
     def pin(self, names):
         pins = pin(self.tiers, *((name, self.sizes.get(name, 1)) for name in names))
-        assert [p is not None for p in pins] == [name in self.sizes for name in names]
-        self.pins += [p for p in pins if p]
+        assert [isinstance(p, Pinned) for p in pins] == [name in self.sizes for name in names]
+        self.pins += [p for p in pins if isinstance(p, Pinned)]
 
     @rule(data=st.data())
     def unpin(self, data):
@@ -322,7 +323,8 @@ def test_what_left_the_cpu_tier_comes_back_from_redis_and_stays(open_tiers, redi
     wanted = [(name_of(i, kind), size) for kind in Kind for i, size in enumerate([1, 5000, MIB])]
     write_back(tiers, outcomes, *wanted)
     pins = pin(tiers, *wanted, (name_of(77), 5000))
-    assert [p and p.source for p in pins] == ["redis"] * 9 + [None]
+    assert [p.source for p in pins[:9]] == ["redis"] * 9
+    assert pins[9:] == [Miss.ABSENT]
     again = pin(tiers, *wanted)
     assert [p.source for p in again] == ["cpu"] * 9
     tiers.unpin(pins + again)
@@ -346,7 +348,7 @@ def test_an_object_asked_for_twice_is_pinned_twice(open_tiers, redis_server, out
 def test_another_size_than_stored_is_a_miss(open_tiers, redis_server, outcomes):
     tiers = open_tiers(redis_url=redis_server.url)
     write_back(tiers, outcomes, (name_of(1), 5000))
-    assert pin(tiers, (name_of(1), 4999)) == [None]
+    assert pin(tiers, (name_of(1), 4999)) == [Miss.DAMAGED]
     assert tiers.redis_status()["integrity_errors"] == 1
     assert tiers.used_bytes == 0
 
@@ -358,7 +360,8 @@ def test_a_request_beyond_the_pool_brings_what_fits(open_tiers, redis_server, ou
     wanted = [(name_of(i), MIB) for i in range(40)]
     write_back(tiers, outcomes, *wanted)
     pins = tiers.pin(wanted, urgent=urgent, timeout_s=20)
-    assert [p is not None for p in pins] == [True] * 16 + [False] * 24
+    assert all(isinstance(p, Pinned) for p in pins[:16])
+    assert pins[16:] == [Miss.NO_ROOM] * 24
     tiers.unpin(pins)
     assert tiers.evict([name for name, _ in wanted]) == 16 * MIB
 
@@ -376,7 +379,8 @@ def test_a_pool_with_holes_takes_as_many_as_have_room(open_tiers, redis_server, 
         until(lambda i=i: tiers.evict([name_of(100 + i)]))
     assert tiers.pool_bytes - tiers.used_bytes == 8 * MIB  # half of it in pieces too small
     pins = pin(tiers, *wanted)
-    assert [p and p.source for p in pins] == ["redis"] * 4 + [None] * 4
+    assert [p.source for p in pins[:4]] == ["redis"] * 4
+    assert pins[4:] == [Miss.NO_ROOM] * 4
 
 
 @pytest.mark.redis
@@ -386,7 +390,7 @@ def test_a_damaged_value_in_redis_is_a_counted_miss(open_tiers, redis_server, ou
     with closing(redis_to(redis_server)) as redis:
         (key,) = redis.call(b"KEYS", b"*")
         redis.call(b"SETRANGE", key, b"4000", b"\0\0\0\0")
-        assert pin(tiers, (name_of(1), 5000)) == [None]
+        assert pin(tiers, (name_of(1), 5000)) == [Miss.DAMAGED]
         assert redis.call(b"KEYS", b"*") == []
     assert tiers.redis_status()["integrity_errors"] == 1
     assert tiers.used_bytes == 0
@@ -404,7 +408,7 @@ def test_without_redis_objects_stay_in_the_cpu_tier_and_its_return_is_noticed(
     redis_server.kill()
     assert put(tiers, name_of(1), 5000) is PutOutcome.STORED
     assert outcomes.get(timeout=20) == ("failed", name_of(1))
-    assert pin(tiers, (name_of(1), 5000), (name_of(2), 5000))[1] is None
+    assert pin(tiers, (name_of(1), 5000), (name_of(2), 5000))[1] is Miss.AWAY
     assert not tiers.redis_status()["healthy"]
     redis_server.start()
     until(lambda: tiers.redis_status()["healthy"])
@@ -420,7 +424,7 @@ def test_a_pin_that_waits_too_long_gives_up_and_leaves_nothing_behind(
     wanted = [(name_of(i), MIB) for i in range(12)]
     write_back(tiers, outcomes, *wanted)
     redis_server.pause()
-    assert pin(tiers, *wanted, timeout_s=0.05) == [None] * 12
+    assert pin(tiers, *wanted, timeout_s=0.05) == [Miss.LATE] * 12
     redis_server.resume()
     put(tiers, name_of(99), 5000)  # answered after everything that was under way
     assert outcomes.get(timeout=20) == ("stored", name_of(99))
@@ -443,7 +447,7 @@ def test_each_write_back_has_one_outcome_even_when_evicted_before(
     assert tiers.redis_status()["pending_objects"] == 0
     tiers.evict(names)
     lost = [name for outcome, name in seen if outcome == "failed"]
-    assert [p for p in pin(tiers, *((name, 5000) for name in lost)) if p] == []
+    assert [p for p in pin(tiers, *((name, 5000) for name in lost)) if isinstance(p, Pinned)] == []
     assert outcomes.empty()
 
 
@@ -453,7 +457,7 @@ def test_a_deleted_object_is_gone_from_both_tiers(open_tiers, redis_server, outc
     put(tiers, name_of(1), 5000)
     assert outcomes.get(timeout=20) == ("stored", name_of(1))
     tiers.delete([name_of(1), name_of(2)])
-    assert pin(tiers, (name_of(1), 5000)) == [None]
+    assert pin(tiers, (name_of(1), 5000)) == [Miss.ABSENT]
     assert tiers.resident([name_of(1)]) == [False]
     until(lambda: put(tiers, name_of(1), 5000) is PutOutcome.STORED)
 
@@ -462,7 +466,7 @@ def test_a_deleted_object_serves_its_reader_and_nobody_else(tiers):
     put(tiers, name_of(1), 5000)
     (held,) = pin(tiers, (name_of(1), 5000))
     tiers.delete([name_of(1)])
-    assert pin(tiers, (name_of(1), 5000)) == [None]
+    assert pin(tiers, (name_of(1), 5000)) == [Miss.ABSENT]
     assert held.data == payload_of(name_of(1), 5000)
     tiers.unpin(held)
     assert tiers.used_bytes == 0
@@ -486,7 +490,7 @@ def test_an_object_deleted_on_its_way_to_redis_does_not_stay_there(
     until(is_being_stored)
     deleting = threading.Thread(target=tiers.delete, args=([name_of(1)],))
     deleting.start()
-    assert pin(tiers, (name_of(1), 5000), timeout_s=0.01) == [None]
+    assert pin(tiers, (name_of(1), 5000), timeout_s=0.01) == [Miss.ABSENT]
     redis_server.resume()
     deleting.join()
     assert outcomes.get(timeout=20) == ("failed", name_of(1))
