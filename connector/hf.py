@@ -31,7 +31,9 @@ from tailreplay.connector.plan import (
 )
 from tailreplay.connector.policy import CachePolicy
 from tailreplay.connector.report import Report
+from tailreplay.connector.tail_figures import pack, unpack
 from tailreplay.proto import store_pb2 as pb
+from tailreplay.replay.tail_error import span_tails
 from tailreplay.store.chain import PrefixChain
 from tailreplay.store.errors import InvalidRequest, StoreUnavailable, TailReplayError
 from tailreplay.store.header import Header, build_object, object_bytes
@@ -106,7 +108,10 @@ class HybridEngine:
         self._model = HybridModel(model)
         self._codec = PayloadCodec(self._model)
         self._shape = ModelShape(
-            len(self._model.fa_layers), self._model.kv_heads, len(self._model.hidden_sources)
+            len(self._model.fa_layers),
+            self._model.kv_heads,
+            len(self._model.hidden_sources),
+            tails_by_group=True,
         )
         self._owns_client = not isinstance(store, StoreClient)
         self._client = (
@@ -287,7 +292,8 @@ class HybridEngine:
         self, done: Prefilled, stored: StoredPrefix, prompt: _Prompt
     ) -> Iterator[ObjectBytes]:
         """What the store lacks; each is packed when it is sent."""
-        wanted = plan_put(stored, len(prompt.tokens), done.hidden_from)
+        wanted = [*plan_put(stored, len(prompt.tokens), done.hidden_from)]
+        figures = self._tail_figures(done, stored, wanted)
         for kind, first, end in wanted:
             if kind is Kind.KV:
                 pack = partial(self._codec.pack_kv, done.kv, first, end)
@@ -296,11 +302,24 @@ class HybridEngine:
                 pack = partial(self._codec.pack_hidden, done.hidden, first - start, end - start)
             else:
                 continue
-            yield self._object(prompt.chain, kind, first, end, pack)
+            yield self._object(prompt.chain, kind, first, end, pack, figures.get(first, b""))
         known = {checkpoint.token for checkpoint in stored.checkpoints}
         for token in sorted(done.states.keys() - known):
             pack = partial(self._codec.pack_checkpoint, done.states[token])
             yield self._object(prompt.chain, Kind.CHECKPOINT, token - 1, token, pack)
+
+    def _tail_figures(
+        self, done: Prefilled, stored: StoredPrefix, wanted: Sequence[tuple[Kind, int, int]]
+    ) -> dict[int, bytes]:
+        """How long a tail must be in each page that is to be put, by the page's first token."""
+        pages = [(first, end) for kind, first, end in wanted if kind is Kind.HIDDEN]
+        if not pages or not self._shape.hidden_sources:
+            return {}
+        known = torch.from_numpy(unpack(stored.figures_at(done.trace.first)))
+        tails = span_tails(
+            done.trace, self._model.group_places, pages, known if len(known) else None
+        )
+        return {first: pack(tails[i].numpy()) for i, (first, _) in enumerate(pages)}
 
     def _object(
         self,
@@ -309,6 +328,7 @@ class HybridEngine:
         first: int,
         end: int,
         pack: Callable[[], memoryview],
+        figures: bytes = b"",
     ) -> ObjectBytes:
         geometry, rows = self._codec.geometry[kind], end - first
         name = ObjectName(self.namespace, kind, chain.prefix_hash(end))
@@ -317,6 +337,7 @@ class HybridEngine:
             first_token=first,
             end_token=end,
             size_bytes=object_bytes(geometry, rows),
+            tail_figures=figures if kind is Kind.HIDDEN else b"",
         )
         header = Header(name, geometry, first, rows, ())
         return ObjectBytes(announce, lambda: build_object(header, pack()))

@@ -27,10 +27,12 @@ class Family:
     Attributes:
         projections: modules of a Gated DeltaNet whose weights `state_weights` reads.
         state_weights: gives the weights of a Gated DeltaNet that its state depends on.
+        decay_weight: gives the projection `[HV, D]` to its decay.
     """
 
     projections: Sequence[str]
     state_weights: Callable[[Any], StateWeights]
+    decay_weight: Callable[[Any], Tensor]
 
     def check(self, attention: Any) -> None:  # noqa: ANN401 - a Gated DeltaNet module
         """Make sure that the weights say all of what the module does.
@@ -104,9 +106,21 @@ def _weights(
     )
 
 
+def _qwen3_next_decay(attention: Any) -> Tensor:  # noqa: ANN401 - a Gated DeltaNet module
+    per_key = attention.num_v_heads // attention.num_k_heads
+    ba: Tensor = attention.in_proj_ba.weight.unflatten(0, (attention.num_k_heads, -1))
+    return ba[:, per_key:].flatten(0, 1)
+
+
 FAMILIES = {
-    "qwen3_5_text": Family(("in_proj_qkv", "in_proj_a", "in_proj_b"), _qwen3_5),
-    "qwen3_next": Family(("in_proj_qkvz", "in_proj_ba"), _qwen3_next),
-    "olmo_hybrid": Family(("q_proj", "k_proj", "v_proj", "a_proj", "b_proj"), _olmo_hybrid),
+    "qwen3_5_text": Family(
+        ("in_proj_qkv", "in_proj_a", "in_proj_b"), _qwen3_5, lambda gdn: gdn.in_proj_a.weight
+    ),
+    "qwen3_next": Family(("in_proj_qkvz", "in_proj_ba"), _qwen3_next, _qwen3_next_decay),
+    "olmo_hybrid": Family(
+        ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj"),
+        _olmo_hybrid,
+        lambda gdn: gdn.a_proj.weight,
+    ),
 }
 """By `config.model_type`: the families that are known to work."""

@@ -24,7 +24,8 @@ from tailreplay.connector.hf_families import UnsupportedModel, family_of
 from tailreplay.replay.groups import FULL, LINEAR, ReplayGroup, replay_groups
 from tailreplay.replay.hidden_rows import HiddenRows
 from tailreplay.replay.linear_state import LinearState
-from tailreplay.replay.state_only import final_state
+from tailreplay.replay.state_only import final_state, log_decay
+from tailreplay.replay.tail_error import DecayTrace
 
 __all__ = ["HybridModel", "LinearState", "UnsupportedModel", "guard_triton"]
 
@@ -37,6 +38,7 @@ class HybridModel:
 
     Attributes:
         groups: the replay groups, in layer order.
+        group_places: of each replay group's layers, their places among the linear layers.
         fa_layers: indices of the full-attention layers.
         linear_layers: indices of the linear layers.
         hidden_sources: FA layers whose output hidden feeds a group, ascending.
@@ -68,6 +70,8 @@ class HybridModel:
         self.groups = replay_groups(config.layer_types)
         self.fa_layers = _of_type(config.layer_types, FULL)
         self.linear_layers = _of_type(config.layer_types, LINEAR)
+        place = {layer: i for i, layer in enumerate(self.linear_layers)}
+        self.group_places = [[place[layer] for layer in g.linear_layers] for g in self.groups]
         self.hidden_sources = tuple(g.source for g in self.groups if g.source is not None)
         self.config = config
         self.dtype: torch.dtype = model.dtype
@@ -137,6 +141,33 @@ class HybridModel:
             yield hidden
 
     @contextmanager
+    def trace(self, first: int = 0) -> Iterator[DecayTrace]:
+        """Note the decays of every linear layer in this thread's forwards inside.
+
+        Args:
+            first: position of the first token that is run.
+
+        Yields:
+            The trace; it has no norms of states but those the caller notes.
+        """
+        trace = DecayTrace(self.linear_layers, first)
+
+        def note(layer: int) -> Callable[..., None]:
+            gdn = self._layers[layer].linear_attn
+            a = self._family.decay_weight(gdn)
+            return _in_this_thread(
+                lambda _module, _args, out: trace.add(
+                    layer, log_decay(out[0], a, gdn.A_log, gdn.dt_bias)
+                )
+            )
+
+        with ExitStack() as hooks, torch.no_grad():
+            for layer in self.linear_layers:
+                norm = self._layers[layer].input_layernorm
+                hooks.enter_context(norm.register_forward_hook(note(layer)))
+            yield trace
+
+    @contextmanager
     def waiting(self, before_fa: Callable[[int], None]) -> Iterator[None]:
         """Call `before_fa(fa_layer)` right before that layer reads the cache, in each forward.
 
@@ -195,6 +226,19 @@ class HybridModel:
             ValueError: a linear layer has no state.
         """
         return {layer: self._state(cache, layer) for layer in self.linear_layers}
+
+    def note_states(self, trace: DecayTrace, token: int, cache: DynamicCache) -> None:
+        """Note in `trace` the norms of the states that `cache` holds after `token` tokens.
+
+        Raises:
+            ValueError: a linear layer has no state.
+        """
+        slots = [
+            self._slot(cache, layer, self.linear_layers, "linear") for layer in self.linear_layers
+        ]
+        if not all(cache.has_previous_state(layer) for layer in self.linear_layers):
+            raise ValueError("a linear layer has no state, wanted one in each")
+        trace.note_states(token, [slot.recurrent_states[0][0] for slot in slots])
 
     def set_states(self, cache: DynamicCache, states: Mapping[int, LinearState]) -> None:
         """Copy `states` into the cache, over what these linear layers held.

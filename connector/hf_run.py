@@ -5,7 +5,7 @@ Everything here runs on the caller's thread, while the load's own thread fills b
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tailreplay.connector.load import Load
     from tailreplay.connector.payload import PayloadCodec
     from tailreplay.connector.report import Report
+    from tailreplay.replay.tail_error import DecayTrace
 
     States = dict[int, LinearState]
 
@@ -39,6 +40,7 @@ class Prefilled:
         hidden: rows `[n - hidden_from, D]` per source.
         hidden_from: position of the first hidden row.
         states: exact states, by number of tokens seen.
+        trace: decays and norms of states in what was prefilled.
     """
 
     cache: DynamicCache
@@ -46,7 +48,8 @@ class Prefilled:
     kv: list[tuple[Tensor, Tensor]]
     hidden: list[Tensor]
     hidden_from: int
-    states: dict[int, States] = field(default_factory=dict)
+    states: dict[int, States]
+    trace: DecayTrace
 
 
 class PromptRun:
@@ -167,10 +170,11 @@ class PromptRun:
         self, cache: DynamicCache, plan: FetchPlan, load: Load, states: States | None
     ) -> None:
         """Rebuilds every group's states, each as soon as its rows are in."""
-        first, end = plan.replay_first or 0, plan.prefill_from
+        end = plan.prefill_from
         sources = self._model.hidden_sources
         number_of = dict(zip(sources, plan.ranges_of(Kind.HIDDEN), strict=False))
-        for group in self._model.groups:
+        firsts = plan.replay_firsts or [plan.replay_first or 0] * len(self._model.groups)
+        for group, first in zip(self._model.groups, firsts, strict=True):
             if group.source is None:
                 rows = self._tokens[first:end]
             else:
@@ -199,15 +203,19 @@ class PromptRun:
         with (
             self._report.phase("suffix"),
             model.capture() as hidden,
+            model.trace(first) as trace,
             model.waiting(before_fa),
         ):
+            if first:
+                model.note_states(trace, first, cache)
             for start, end in zip([first, *cuts], [*cuts, total], strict=True):
                 logits = model.forward(self._tokens[start:end], cache)
+                model.note_states(trace, end, cache)
                 if keep_states and end != total:
                     states[end] = model.states(cache)
         kv = [model.kv(cache, layer) for layer in model.fa_layers]
         rows = [hidden.rows(source) for source in model.hidden_sources]
-        return Prefilled(cache, logits, kv, rows, first, states)
+        return Prefilled(cache, logits, kv, rows, first, states, trace)
 
     def _zero_states(self) -> States:
         model = self._model

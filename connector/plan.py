@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
+from tailreplay.connector.tail_figures import tails_within
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Kind
 
@@ -48,6 +49,7 @@ class StoredPrefix:
         inexact_tokens: tokens after those whose keys and values exist but are approximate.
         hidden: ascending, disjoint spans [first, end) of tokens whose exact hiddens exist.
         checkpoints: exact states, ascending by token.
+        tail_figures: of a tail that ends at a token, or in that token's page.
     """
 
     matched_tokens: int
@@ -56,6 +58,14 @@ class StoredPrefix:
     inexact_tokens: int = 0
     hidden: tuple[tuple[int, int], ...] = ()
     checkpoints: tuple[StoredCheckpoint, ...] = ()
+    tail_figures: Mapping[int, bytes] = field(default_factory=dict)
+
+    def figures_at(self, token: int) -> bytes:
+        """Tail figures of a tail that ends at `token`; empty where there are none."""
+        for end, figures in self.tail_figures.items():
+            if 0 < token <= end and _page(token) == _page(end):
+                return figures
+        return b""
 
     def has_hidden(self, first: int, end: int) -> bool:
         """Whether the hiddens of [first, end) exist."""
@@ -73,11 +83,13 @@ class ModelShape:
         fa_layers: full-attention layers.
         kv_heads: KV heads of each.
         hidden_sources: FA layers whose hiddens are stored.
+        tails_by_group: whether the engine replays a tail of its own length in each group.
     """
 
     fa_layers: int
     kv_heads: int
     hidden_sources: int
+    tails_by_group: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +105,9 @@ class FetchPlan:
             prefilled again.
         checkpoint: state to start from; None = zero state.
         replay_first: first row of the hiddens to replay, up to `prefill_from`; None = no replay.
+        replay_firsts: the same for each replay group, where they differ; else empty.
+        tail_wanted: the longest tail that the error figures ask for; None where they were not
+            read, or are not known.
         ranges: what to load, in order.
         late_ranges: how many of them, at the end, nothing waits for before the first token.
         lost: tokens of the match that are not used, by reason.
@@ -105,6 +120,8 @@ class FetchPlan:
     prefill_from: int = 0
     checkpoint: StoredCheckpoint | None = None
     replay_first: int | None = None
+    replay_firsts: tuple[int, ...] = ()
+    tail_wanted: int | None = None
     ranges: tuple[pb.Range, ...] = ()
     late_ranges: int = 0
     lost: Mapping[str, int] = field(default_factory=dict)
@@ -116,8 +133,11 @@ class FetchPlan:
 
     @property
     def replayed_tokens(self) -> int:
-        """Rows run through the linear layers to rebuild states."""
-        return 0 if self.replay_first is None else self.prefill_from - self.replay_first
+        """Rows run through the linear layers to rebuild states; a mean over the groups."""
+        if self.replay_first is None:
+            return 0
+        firsts = self.replay_firsts or (self.replay_first,)
+        return self.prefill_from - sum(firsts) // len(firsts)
 
     @property
     def recomputed_tokens(self) -> int:
@@ -147,6 +167,7 @@ def stored_prefix(answer: pb.MatchResponse) -> StoredPrefix:
             for c in answer.checkpoints
             if c.provenance == exact
         ),
+        {r.end_token: r.tail_figures for r in answer.runs if r.tail_figures},
     )
 
 
@@ -251,12 +272,53 @@ def _plan_tail(
 def _plan_auto(
     stored: StoredPrefix, usable: int, policy: CachePolicy, shape: ModelShape
 ) -> FetchPlan:
-    """Exact where the gap fits, else tail; exact at a smaller boundary where there is no tail."""
+    """Exact where that is no more work than the tail that keeps to the error budget; else that.
+
+    Exact, if need be at a smaller boundary, also where such a tail is not known, not stored or
+    longer than what may be replayed.
+    """
     exact = _plan_exact(stored, usable, policy, shape)
-    if exact.used_tokens == usable:
+    if exact.used_tokens == usable and not exact.replayed_tokens:
         return exact
-    tail = _plan_tail(stored, usable, policy, shape)
-    return tail if tail.used_tokens > exact.used_tokens else exact
+    tail = _plan_within_budget(stored, usable, policy, shape)
+    if tail is None:
+        wanted = tails_within(stored.figures_at(usable), policy.error_budget)
+        return replace(exact, tail_wanted=max(wanted) if wanted else None)
+    as_far = exact.used_tokens >= tail.used_tokens
+    if as_far and exact.replayed_tokens + exact.recomputed_tokens <= tail.replayed_tokens:
+        return replace(exact, tail_wanted=tail.tail_wanted)
+    return tail
+
+
+def _plan_within_budget(
+    stored: StoredPrefix, usable: int, policy: CachePolicy, shape: ModelShape
+) -> FetchPlan | None:
+    """A tail that the error figures say will do, at the largest boundary that has one."""
+    for first, end in reversed(stored.hidden):
+        boundary = min(end, usable)
+        tails = tails_within(stored.figures_at(boundary), policy.error_budget)
+        if tails is None or boundary <= first:
+            continue
+        rows = [_with_conv(max(tail, policy.min_tail_tokens), boundary) for tail in tails]
+        by_group = shape.tails_by_group and len(rows) - shape.hidden_sources in (0, 1)
+        if not by_group:
+            rows = [max(rows)]
+        stored_rows = rows[-shape.hidden_sources :]
+        if max(tails) > policy.max_replay_tokens or boundary - max(stored_rows) < first:
+            continue
+        plan = FetchPlan(
+            "tail",
+            min(rows) == boundary,
+            0,
+            used_tokens=boundary,
+            prefill_from=boundary,
+            replay_first=boundary - max(rows),
+            replay_firsts=tuple(boundary - k for k in rows) if by_group else (),
+            tail_wanted=max(tails),
+            lost={"hidden_missing": usable - boundary} if boundary < usable else {},
+        )
+        return _with_ranges(plan, stored, shape)
+    return None
 
 
 def _plan_zero(
@@ -276,7 +338,16 @@ def tail_rows(boundary: int, policy: CachePolicy) -> int:
     Source: arXiv 2608.30310, k = ceil(r * m); k_min and the rows for the conv are ours.
     """
     tail = max(math.ceil(policy.replay_ratio * boundary), policy.min_tail_tokens)
+    return _with_conv(tail, boundary)
+
+
+def _with_conv(tail: int, boundary: int) -> int:
     return min(boundary, tail + CONV_ROWS)
+
+
+def _page(token: int) -> int:
+    """The page in which a prefix of `token` tokens ends."""
+    return (token - 1) // PAGE_TOKENS
 
 
 def _tail_boundary(stored: StoredPrefix, usable: int, policy: CachePolicy) -> int:
@@ -299,9 +370,11 @@ def _with_ranges(plan: FetchPlan, stored: StoredPrefix, shape: ModelShape) -> Fe
         end, name = plan.checkpoint.token, plan.checkpoint.prefix_hash
         ranges.append(_range(Kind.CHECKPOINT, end - 1, end, prefix_hash=name))
     if plan.replay_first is not None:
+        one_first = [plan.replay_first] * shape.hidden_sources
+        firsts = plan.replay_firsts[-shape.hidden_sources :] or one_first
         for source in range(shape.hidden_sources):
             ranges.append(
-                _range(Kind.HIDDEN, plan.replay_first, plan.prefill_from, first=source, units=1)
+                _range(Kind.HIDDEN, firsts[source], plan.prefill_from, first=source, units=1)
             )
     if plan.prefill_from:
         for layer in range(shape.fa_layers):

@@ -11,7 +11,8 @@ Mode = Literal["exact", "tail", "auto", "zero", "off"]
 
 exact: the nearest checkpoint, and the gap to the boundary closed exactly.
 tail: every state rebuilt from the last k hiddens alone; approximate.
-auto: exact where the gap fits the replay budget, else tail.
+auto: exact where that is no more work than a tail that keeps to the error budget, else that tail;
+    the error of a tail is told beforehand by figures noted when the prefix was prefilled.
 zero: keys and values with zero states; for evaluation only.
 off: plain prefill, the store is not asked.
 """
@@ -28,7 +29,7 @@ class CachePolicy(BaseModel):
     ] = 0.05
     min_tail_tokens: Annotated[int, Field(ge=4, description="k_min: shortest tail, in tokens")] = 64
     error_budget: Annotated[
-        float, Field(gt=0, description="relative state error that `auto` may spend; not read yet")
+        float, Field(gt=0, description="relative error of the states that `auto` may spend")
     ] = 0.1
     max_replay_tokens: Annotated[
         int, Field(ge=0, description="longest gap that `exact` closes, in tokens")

@@ -35,6 +35,7 @@ class Report:
             "replayed_tokens": 0,
             "recomputed_tokens": 0,
             "checkpoint_token": 0,
+            "tail_wanted": None,
             "lost": {},
             "rpcs": 0,
             "ttft_s": 0.0,
@@ -75,6 +76,7 @@ class Report:
             "replayed_tokens": plan.replayed_tokens,
             "recomputed_tokens": plan.recomputed_tokens,
             "checkpoint_token": plan.checkpoint_token,
+            "tail_wanted": plan.tail_wanted,
             "lost": dict(plan.lost),
         }
 

@@ -71,7 +71,8 @@ def final_state(
     tail = conv_tail(torch.cat([q_tail, k[1 - width :], v[1 - width :]], dim=-1), width, conv)
     k, v = _convolved(weights, k, v, conv)
     beta = F.linear(rows, weights.b).sigmoid() * weights.beta_max
-    return LinearState(tail, state_scan(k, v, _decay(weights, rows), beta, recurrent))
+    g = log_decay(rows, weights.a, weights.a_log, weights.dt_bias)
+    return LinearState(tail, state_scan(k, v, g, beta, recurrent))
 
 
 def _convolved(
@@ -87,7 +88,15 @@ def _convolved(
     return l2norm(keys.float()), v.reshape(len(v), weights.a_log.shape[0], -1)
 
 
-def _decay(weights: StateWeights, rows: Tensor) -> Tensor:
-    """Return g `[T, HV]` in fp32 log space; in 16 bits exp(A_log) would lose slow heads."""
-    step = F.softplus(F.linear(rows, weights.a).float() + weights.dt_bias)
-    return -weights.a_log.float().exp() * step
+def log_decay(rows: Tensor, a: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
+    """Return g `[T, HV]` in fp32 log space; in 16 bits exp(A_log) would lose slow heads.
+
+    Args:
+        rows: `[T, D]`, as in `final_state`.
+        a: `[HV, D]`.
+        a_log: `[HV]`.
+        dt_bias: `[HV]`.
+
+    Source: as `final_state`.
+    """
+    return -a_log.float().exp() * F.softplus(F.linear(rows, a).float() + dt_bias)

@@ -284,16 +284,18 @@ def test_approximate_modes_say_so_and_store_nothing(server, tenant, mode, least,
         assert least < relative_max(out.first_logits, prefilled_logits(tokens, 257)) < most
 
 
-def test_auto_is_exact_within_the_budget_and_a_tail_beyond_it(server, tenant):
+def test_auto_makes_up_no_state_that_the_error_figures_do_not_vouch_for(server, tenant):
+    """The tiny model has heads that forget nothing in so few tokens."""
     tokens = fork(SHORT, 200)
     with replica(server.address, tenant=tenant) as engine:
         ask(engine, SHORT)
-        tail = ask(engine, tokens, policy=policy("auto", max_replay_tokens=199))
-        assert tail.report["mode"] == "tail"
-        assert_reused(tail.report, 200)
-        exact = ask(engine, tokens, policy=policy("auto", max_replay_tokens=200))
+        missed = ask(engine, tokens, policy=policy("auto", max_replay_tokens=199))
+        assert (missed.report["mode"], missed.report["lost"]) == ("miss", {"no_checkpoint": 200})
+        assert missed.report["tail_wanted"] >= 200
+        assert_right(missed, tokens)
+        exact = ask(engine, fork(SHORT, 200, seed=2), policy=policy("auto", max_replay_tokens=200))
         assert exact.report["mode"] == "exact"
-        assert_right(exact, tokens)
+        assert_reused(exact.report, 200)
 
 
 def test_a_gap_beyond_the_limit_is_lost_once_and_never_again_at_that_junction(server, tenant):

@@ -532,3 +532,48 @@ def test_fla_is_left_alone_without_triton(modules, monkeypatch):
     monkeypatch.setattr("tailreplay.connector.hf_model._importable", lambda name: False)
     guard_triton()
     assert "fla" not in modules
+
+
+# What a prefill tells of its memory
+
+
+@pytest.mark.parametrize("k", [1, 8, 60])
+def test_a_state_that_is_dropped_shrinks_at_least_as_the_trace_says(any_prefix, k):
+    m, model = 250, any_prefix.model
+    with model.trace() as trace:
+        any_prefix.prefill(m)
+    shrunk = (trace.total()[m] - trace.total()[m - k]).exp()
+    before, after = any_prefix.states(m - k), any_prefix.states(m)
+    for group, places in zip(model.groups, model.group_places, strict=True):
+        lost = {layer: replace(s, recurrent=s.recurrent * 0) for layer, s in before.items()}
+        cache = model.new_cache()
+        model.set_states(cache, lost)
+        model.replay_group(group, any_prefix.rows(group, m - k, m), cache, lost)
+        layer = group.linear_layers[0]  # later ones have wrong inputs besides
+        got = model.states(cache)[layer].recurrent - after[layer].recurrent
+        error, norm = (x.flatten(1).norm(dim=-1) for x in (got, before[layer].recurrent))
+        bound = shrunk[places[0]] * norm
+        assert (error <= 1.001 * bound + 1e-5).all()
+        if k == 1:
+            assert error.sum() > 0.7 * bound.sum()
+
+
+def test_a_trace_goes_on_from_chunk_to_chunk_and_hears_no_other_thread(any_prefix):
+    model = any_prefix.model
+    with model.trace() as whole:
+        any_prefix.prefill(200)
+    with model.trace() as parts, ThreadPoolExecutor(1) as other:
+        any_prefix.prefill(200, chunk=77)
+        other.submit(any_prefix.prefill, 50).result()
+    assert whole.end == parts.end == 200
+    torch.testing.assert_close(parts.total(), whole.total(), rtol=1e-4, atol=1e-4)
+
+
+def test_norms_are_noted_of_states_that_are_there(prefix):
+    model, cache = prefix.model, prefix.prefill(40)
+    with model.trace(40) as trace:
+        model.note_states(trace, 40, cache)
+        with pytest.raises(ValueError, match="no state"):
+            model.note_states(trace, 41, model.new_cache())
+    wanted = [state.recurrent.flatten(1).norm(dim=-1) for state in prefix.states(40).values()]
+    torch.testing.assert_close(trace.norms(torch.tensor([40]))[0], torch.stack(wanted))

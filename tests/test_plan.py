@@ -1,7 +1,9 @@
 """Plans are never inexact unasked, never beyond what is stored, and account for every token."""
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,10 +20,12 @@ from tailreplay.connector.plan import (
     tail_rows,
 )
 from tailreplay.connector.policy import CachePolicy
+from tailreplay.connector.tail_figures import pack, tails_within
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.objects import Kind
 
 SHAPE = ModelShape(fa_layers=3, kv_heads=2, hidden_sources=2)
+BY_GROUP = replace(SHAPE, tails_by_group=True)
 EXACT, APPROXIMATE = pb.PROVENANCE_EXACT, pb.PROVENANCE_APPROXIMATE
 MOST = 3000
 
@@ -37,17 +41,27 @@ def spans(draw, most):
     return tuple(zip(edges[::2], edges[1::2], strict=False))
 
 
+def figures_of(*tails):
+    """Figures of replay groups with the same tail for every budget."""
+    return pack(np.array([[tail] * 3 for tail in tails]))
+
+
+figures = st.lists(st.integers(0, 2 * MOST), min_size=1, max_size=4).map(lambda k: figures_of(*k))
+
+
 @st.composite
 def stored_prefixes(draw):
     matched = draw(st.integers(0, MOST))
     kv = draw(st.one_of(st.just(matched), st.integers(0, matched)))
+    hidden = draw(st.one_of(st.just(((0, matched),) if matched else ()), spans(matched)))
     return StoredPrefix(
         matched,
         b"leaf",
         kv,
         draw(st.integers(0, matched - kv)),
-        draw(st.one_of(st.just(((0, matched),) if matched else ()), spans(matched))),
+        hidden,
         tuple(at(t) for t in sorted(draw(st.sets(st.integers(1, MOST), max_size=6)))),
+        {end: draw(figures) for _, end in hidden if draw(st.booleans())},
     )
 
 
@@ -58,12 +72,14 @@ policies = st.builds(
     min_tail_tokens=st.integers(4, 200),
     max_replay_tokens=st.one_of(st.just(2048), st.integers(0, MOST)),
     max_reprefill_tokens=st.one_of(st.just(256), st.integers(0, MOST)),
+    error_budget=st.sampled_from([0.01, 0.03, 0.1, 0.3]),
 )
 shapes = st.builds(
     ModelShape,
     fa_layers=st.integers(1, 4),
     kv_heads=st.integers(1, 3),
     hidden_sources=st.integers(0, 3),
+    tails_by_group=st.booleans(),
 )
 prompts = st.integers(1, MOST + 100)
 
@@ -131,9 +147,10 @@ def test_all_state_that_the_model_runs_on_has_a_source(stored, prompt, policy, s
     if plan.replay_first is not None:
         replayed = ranges_of(plan, Kind.HIDDEN)[: shape.hidden_sources]
         assert [r.first_unit for r in replayed] == list(range(shape.hidden_sources))
-        assert {(r.first_token, r.end_token) for r in replayed} <= {
-            (plan.replay_first, plan.prefill_from)
-        }
+        firsts = plan.replay_firsts or [plan.replay_first] * shape.hidden_sources
+        wanted = [(first, plan.prefill_from) for first in firsts]
+        spans = [(r.first_token, r.end_token) for r in replayed]
+        assert spans == wanted[len(wanted) - shape.hidden_sources :]
 
 
 @given(stored_prefixes(), prompts, policies, shapes)
@@ -164,18 +181,87 @@ def test_exact_starts_from_the_nearest_exact_checkpoint_that_is_not_ahead(stored
         assert plan.lost["gap_too_long" if nearest else "no_checkpoint"] == usable - nearest
 
 
-@given(stored_prefixes(), prompts, policies)
-def test_auto_is_exact_where_the_gap_fits_and_never_uses_less_than_exact_or_tail(
-    stored, prompt, policy
+@given(stored_prefixes(), prompts, policies, shapes)
+def test_auto_never_uses_less_than_exact_nor_works_more_for_as_much(stored, prompt, policy, shape):
+    exact, auto = (
+        plan_fetch(stored, prompt, policy.model_copy(update={"mode": mode}), shape)
+        for mode in ("exact", "auto")
+    )
+    assert auto.used_tokens >= exact.used_tokens
+    if auto.used_tokens == exact.used_tokens:
+        assert auto.replayed_tokens + auto.recomputed_tokens <= (
+            exact.replayed_tokens + exact.recomputed_tokens
+        )
+    if auto.mode != "tail":
+        assert replace(auto, tail_wanted=None) == exact
+
+
+@given(stored_prefixes(), prompts, policies, shapes)
+def test_a_tail_of_auto_is_what_the_figures_ask_for_within_the_budget(
+    stored, prompt, policy, shape
 ):
-    plans = {
-        mode: plan_fetch(stored, prompt, policy.model_copy(update={"mode": mode}), SHAPE)
-        for mode in ("exact", "tail", "auto")
-    }
-    usable = min(stored.matched_tokens, prompt - 1, stored.kv_tokens)
-    assert plans["auto"].used_tokens == max(plans["exact"].used_tokens, plans["tail"].used_tokens)
-    if plans["exact"].used_tokens == usable:
-        assert plans["auto"] == plans["exact"]
+    plan = plan_fetch(stored, prompt, policy.model_copy(update={"mode": "auto"}), shape)
+    if plan.mode != "tail":
+        return
+    tails = tails_within(stored.figures_at(plan.used_tokens), policy.error_budget)
+    assert plan.tail_wanted == max(tails) <= policy.max_replay_tokens
+    firsts = plan.replay_firsts or [plan.replay_first] * len(tails)
+    assert len(firsts) == len(tails)
+    for first, tail in zip(firsts, tails, strict=True):
+        asked = max(tail, policy.min_tail_tokens) + 3
+        assert first == max(0, plan.used_tokens - asked) or plan.replay_firsts == ()
+        assert first <= max(0, plan.used_tokens - asked)
+    assert plan.replay_first == min(firsts)
+
+
+def at_boundary(m, *tails, checkpoints=()):
+    return StoredPrefix(
+        m, b"leaf", m, 0, ((0, m),), tuple(at(t) for t in checkpoints), {m: figures_of(*tails)}
+    )
+
+
+def auto(**changes):
+    return CachePolicy(mode="auto", **changes)
+
+
+def test_each_group_has_a_tail_of_its_own_where_the_engine_can():
+    stored = at_boundary(1000, 300, 70, 80)
+    plan = plan_fetch(stored, 1001, auto(), BY_GROUP)
+    assert (plan.mode, plan.exact) == ("tail", False)
+    assert plan.replay_firsts == (697, 927, 917)
+    assert [r.first_token for r in ranges_of(plan, Kind.HIDDEN)] == [927, 917]
+    assert plan.replayed_tokens == 1000 - (697 + 927 + 917) // 3
+    one = plan_fetch(stored, 1001, auto(), SHAPE)
+    assert (one.replay_first, one.replay_firsts, one.replayed_tokens) == (697, (), 303)
+
+
+def test_a_state_that_forgets_nothing_is_rebuilt_whole_or_missed_but_not_from_a_tail():
+    stored = at_boundary(1000, 50, 1000, 50)
+    whole = plan_fetch(stored, 1001, auto(), SHAPE)
+    assert (whole.mode, whole.exact, whole.replayed_tokens) == ("exact", True, 1000)
+    assert whole.tail_wanted == 1000
+    missed = plan_fetch(stored, 1001, auto(max_replay_tokens=999), SHAPE)
+    assert (missed.mode, missed.lost) == ("miss", {"no_checkpoint": 1000})
+    assert missed.tail_wanted == 1000
+
+
+def test_without_figures_auto_is_exact():
+    stored = replace(at_boundary(3000, 50, 50, 50), tail_figures={})
+    assert plan_fetch(stored, 3001, auto(), SHAPE).mode == "miss"
+    assert plan_fetch(stored, 3001, CachePolicy(mode="tail"), SHAPE).mode == "tail"
+
+
+@pytest.mark.parametrize(("checkpoint", "mode"), [(2500, "tail"), (2700, "exact")])
+def test_auto_takes_what_is_less_work(checkpoint, mode):
+    stored = at_boundary(3000, 400, 400, 400, checkpoints=[checkpoint])
+    plan = plan_fetch(stored, 3001, auto(), SHAPE)
+    assert (plan.mode, plan.used_tokens) == (mode, 3000)
+
+
+def test_a_boundary_short_of_the_page_with_the_figures_has_none():
+    stored = at_boundary(640, 50, 50, 50)
+    assert stored.figures_at(577) == stored.figures_at(640) != b""
+    assert stored.figures_at(576) == stored.figures_at(641) == b""
 
 
 @given(stored_prefixes(), prompts, policies)

@@ -5,22 +5,19 @@
 
 import pytest
 from mini_served import figures
-from quality_parts.columns import OFF
 
 pytestmark = pytest.mark.model
 
-EXACT = ("auto", OFF, "exact")
 MEAN_BOUND, MAX_BOUND = 1e-5, 1e-4
 """Nats, fp32."""
 
 
 @pytest.mark.parametrize("name", ["retrieval", "state"])
 def test_exact_moves_no_logprob_at_any_distance_and_approximations_do(name):
-    found = figures(name, "text", 256, ("full", "zero", "tail 5%", *EXACT))
-    for column in EXACT:
-        for bucket in found[column]["by_distance"]:
-            assert bucket["mean"][0] <= MEAN_BOUND, (column, bucket)
-            assert bucket["max"] <= MAX_BOUND, (column, bucket)
+    found = figures(name, "text", 256, ("full", "zero", "tail 5%", "exact"))
+    for bucket in found["exact"]["by_distance"]:
+        assert bucket["mean"][0] <= MEAN_BOUND, bucket
+        assert bucket["max"] <= MAX_BOUND, bucket
     for column in ("zero", "tail 5%"):
         near = found[column]["by_distance"][:4]
         assert max(bucket["max"] for bucket in near) > 100 * MAX_BOUND, column
