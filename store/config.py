@@ -64,12 +64,23 @@ class StoreConfig(BaseSettings):
         bool, Field(description="let TCP beyond loopback do without TLS and tokens")
     ] = False
     share_memory: Annotated[
-        bool, Field(description="let engines of this machine map the pool, all of it, to read it")
+        bool,
+        Field(
+            description="let engines of this machine map the pool, all of it, to read it; without, "
+            "or where /dev/shm has room for less than a quarter of it, they get copies"
+        ),
     ] = True
+    require_shared_memory: Annotated[
+        bool, Field(description="rather a smaller pool, or none, than copies")
+    ] = False
     share_memory_uids: Annotated[
         tuple[int, ...], Field(description="users that may, beside the store's own and root")
     ] = ()
     pool_bytes: Annotated[int, Field(ge=4 * MIB, description="size of the CPU tier, bytes")] = GIB
+    access_gid: Annotated[
+        int | None,
+        Field(ge=0, description="group that may use the sockets and read the pool; none = nobody"),
+    ] = None
     redis_url: Annotated[
         str | None, Field(description="redis://[user:password@]host:port or unix:///path; none")
     ] = None

@@ -21,6 +21,7 @@ from tailreplay.store.leases import Lease, Leases
 from tailreplay.store.manifest import Manifests
 from tailreplay.store.namespace import NAMESPACE_BYTES
 from tailreplay.store.objects import Kind
+from tailreplay.store.pool import Pool, SharedMemory
 from tailreplay.store.prompt import Prompt
 from tailreplay.store.reader import Frame, Reader
 from tailreplay.store.tiers import Tiers
@@ -66,8 +67,12 @@ class Store:
         self.manifests = _manifests(config)
         self.catalog = Catalog(self.manifests)
         self.tiers = Tiers(
-            pool_bytes=config.pool_bytes,
-            identity=_identity(config.listen),
+            Pool(
+                _identity(config.listen),
+                config.pool_bytes,
+                _shared_memory(config),
+                config.access_gid,
+            ),
             redis=_redis_options(config),
             on_redis_stored=self.catalog.redis_stored,
             on_redis_failed=self.catalog.redis_failed,
@@ -203,6 +208,7 @@ class Store:
             pinned_bytes=self.tiers.pinned_bytes,
             leases=len(self.leases),
             redis_healthy=bool(redis.get("healthy", False)),
+            shared_memory=bool(self.tiers.shm_path),
         )
 
     def describe(self, version: str) -> pb.DescribeResponse:
@@ -210,6 +216,7 @@ class Store:
         settings = {k: str(v) for k, v in self.config.model_dump().items() if k != "redis_url"}
         settings["redis_url"] = _without_password(self.config.redis_url)
         settings["effective_pool_bytes"] = str(self.tiers.pool_bytes)
+        settings["effective_shared_memory"] = self.tiers.shm_path or "off: engines get copies"
         spaces = []
         for namespace, (blocks, tokens, geometry) in self.catalog.namespaces().items():
             per_row = {kind: g.payload_bytes(1) for kind, g in geometry.items()}
@@ -283,6 +290,12 @@ def _manifests(config: StoreConfig) -> Manifests | None:
     return Manifests(
         config.redis_url, config.redis_prefix, config.manifest_ttl_s, config.redis_timeout_s
     )
+
+
+def _shared_memory(config: StoreConfig) -> SharedMemory:
+    if not config.share_memory:
+        return "off"
+    return "require" if config.require_shared_memory else "auto"
 
 
 def _identity(listen: str) -> str:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from google.protobuf.message import DecodeError
 
 from tailreplay.proto import store_pb2 as pb
+from tailreplay.store.access import let_group_in
 from tailreplay.store.address import host_of, socket_path
 from tailreplay.store.auth import Role
 from tailreplay.store.errors import (
@@ -105,7 +106,7 @@ class Lane:
         self._lock = threading.Lock()
         self._waiting: dict[socket.socket, None] = {}
         self._connections: dict[socket.socket, Principal] = {}
-        self._listener, self.address = _listener(listen)
+        self._listener, self.address = _listener(listen, store.config.access_gid)
         self._threads: list[threading.Thread] = []
         self._acceptor = threading.Thread(target=self._accept, name="lane-accept", daemon=True)
         self._acceptor.start()
@@ -262,12 +263,12 @@ class Lane:
 
     def _may_map(self, sock: socket.socket, caller: Principal) -> bool:
         """Whether a client may read the pool itself: by the settings, its token and its user."""
-        config = self._store.config
-        if not (config.share_memory and caller.shared_memory and sock.family == socket.AF_UNIX):
+        shared = self._store.tiers.shm_path and caller.shared_memory
+        if not shared or sock.family != socket.AF_UNIX:
             return False
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
         user = _PEER_CREDENTIALS.unpack(credentials)[1]
-        return user in (0, os.getuid(), *config.share_memory_uids)
+        return user in (0, os.getuid(), *self._store.config.share_memory_uids)
 
     def _fetch(
         self, sock: socket.socket, request: pb.FetchRequest, placed: bool, caller: Principal
@@ -326,7 +327,7 @@ class Lane:
         send(sock, [LaneRecord(RecordKind.DONE, offset=len(answer)).pack(), answer])
 
 
-def _listener(listen: str) -> tuple[socket.socket, str]:
+def _listener(listen: str, access_gid: int | None) -> tuple[socket.socket, str]:
     if listen.startswith("unix:"):
         path = f"{socket_path(listen)}.lane"
         with suppress(FileNotFoundError):
@@ -334,6 +335,7 @@ def _listener(listen: str) -> tuple[socket.socket, str]:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.bind(path)
         os.chmod(path, 0o600)
+        let_group_in(path, access_gid, 0o660)
         address = f"unix://{path}"
     else:
         host = host_of(listen)

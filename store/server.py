@@ -12,6 +12,8 @@ import grpc
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.proto import store_pb2_grpc as rpc
+from tailreplay.store.access import let_group_in
+from tailreplay.store.address import socket_path
 from tailreplay.store.auth import Access, Role
 from tailreplay.store.config import StoreConfig
 from tailreplay.store.core import Store
@@ -95,6 +97,8 @@ class StoreServer:
         service = StoreService(self.store, self._lane, self._access, max_streams=max_streams)
         rpc.add_StoreServicer_to_server(service, listener.server)
         listener.bind(SERVICE_NAME)
+        if config.listen.startswith("unix:"):
+            let_group_in(socket_path(config.listen), config.access_gid, 0o660)
         return listener.address
 
     def _listen_for_operators(self, config: StoreConfig) -> str | None:

@@ -87,7 +87,7 @@ class StoreService(rpc.StoreServicer):
                 ticket=self._lane.tickets.issue(client, caller),
                 ticket_s=TICKET_S,
             )
-            if self._store.config.share_memory and caller.shared_memory and not client.host:
+            if self._store.tiers.shm_path and caller.shared_memory and not client.host:
                 answer.segment = self._store.tiers.shm_path
                 answer.segment_bytes = self._store.tiers.pool_bytes
             return answer

@@ -67,7 +67,9 @@ class ShmPool:
         self._lock_path = self.path.with_suffix(".lock")
         self._lock_fd = _lock(self._lock_path, identity)
 
-    def build(self, wanted_bytes: int, construct: Callable[[int], P]) -> tuple[P, int]:
+    def build(
+        self, wanted_bytes: int, construct: Callable[[int], P], least_bytes: int = MIN_POOL_BYTES
+    ) -> tuple[P, int]:
         """Construct the pool at the largest size that is really there.
 
         A segment larger than /dev/shm can be created and mapped, and kills the process with
@@ -76,16 +78,17 @@ class ShmPool:
         Args:
             wanted_bytes: size asked for.
             construct: makes the segment at `path` with the given size, sparse.
+            least_bytes: smallest size that is of use.
 
         Returns:
             What `construct` made, and its size in bytes.
 
         Raises:
-            LimitExceeded: not even MIN_POOL_BYTES fit.
+            LimitExceeded: not even `least_bytes` fit.
         """
         self.path.unlink(missing_ok=True)  # left by a killed store; we hold its lock
         size_bytes = affordable_bytes(wanted_bytes, _free_bytes())
-        while size_bytes >= MIN_POOL_BYTES:
+        while size_bytes >= least_bytes:
             pool = construct(size_bytes)
             if _reserve(self.path, size_bytes):
                 if size_bytes < wanted_bytes // ALIGN_BYTES * ALIGN_BYTES:
@@ -100,7 +103,7 @@ class ShmPool:
             size_bytes = affordable_bytes(size_bytes, size_bytes)
         raise LimitExceeded(
             f"pool of {wanted_bytes} bytes: {SHM_DIR} has {_free_bytes()} bytes free, "
-            f"{MIN_POOL_BYTES} must fit in {MAX_SHARE:.0%} of them"
+            f"{least_bytes} must fit in {MAX_SHARE:.0%} of them"
         )
 
     def close(self) -> None:

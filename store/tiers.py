@@ -19,19 +19,17 @@ from lmcache.v1.memory_management import MemoryObj
 
 from tailreplay.store.lmcache_l1 import (
     bytes_of,
-    construct_l1,
     construct_manager,
     layout_of,
     object_key,
     object_name,
-    touch,
 )
 from tailreplay.store.loader import Loaded, Loader
 from tailreplay.store.misses import Miss
 from tailreplay.store.objects import ObjectName
 from tailreplay.store.pins import PinBooks, Pinned, Source
+from tailreplay.store.pool import Pool
 from tailreplay.store.redis_l2 import TailReplayRedisL2Config, WriteBackListener
-from tailreplay.store.shm_pool import ShmPool
 from tailreplay.store.urgent_gate import UrgentGate
 from tailreplay.store.write_back import WriteBack
 
@@ -52,23 +50,18 @@ class Tiers:
     """Objects in CPU memory and, when configured, in Redis. Thread-safe; nothing here is async.
 
     Args:
-        pool_bytes: wanted size of the CPU pool; it becomes smaller where /dev/shm is small.
-        identity: what tells this store from others on the machine.
+        pool: memory of the CPU tier, from now on this object's to close.
         redis: fields of `TailReplayRedisL2Config.from_dict`; None for no Redis.
         on_redis_stored: called on a background thread once objects are in Redis.
         on_redis_failed: called there for objects that will not get to Redis.
         gate: what is urgent passes first; urgent loads from Redis hold it by themselves.
 
-    Raises:
-        StoreUnavailable: a store with this identity is running.
-        LimitExceeded: /dev/shm has no room for a pool.
     """
 
     def __init__(
         self,
+        pool: Pool,
         *,
-        pool_bytes: int,
-        identity: str,
         redis: Mapping[str, object] | None,
         on_redis_stored: Callable[[Sequence[ObjectName]], None],
         on_redis_failed: Callable[[Sequence[ObjectName]], None],
@@ -76,25 +69,21 @@ class Tiers:
     ) -> None:
         self.gate = gate or UrgentGate()
         adapters = []
-        if redis is not None:
-            adapters.append(replace(TailReplayRedisL2Config.from_dict(redis), gate=self.gate))
         with contextlib.ExitStack() as undo:
-            self._shm = ShmPool(identity)
-            undo.callback(self._shm.close)
-            self._l1, self._pool_bytes = self._shm.build(
-                pool_bytes, lambda size: construct_l1(size, self._shm.path.name)
-            )
-            undo.callback(self._l1.close)
-            touch(self._l1)
-            self._manager = construct_manager(self._l1, adapters)
+            undo.callback(pool.close)
+            undo.callback(pool.l1.close)
+            if redis is not None:
+                adapters.append(replace(TailReplayRedisL2Config.from_dict(redis), gate=self.gate))
+            self._manager = construct_manager(pool.l1, adapters)
             undo.pop_all()
+        self._pool, self._l1 = pool, pool.l1
         self._pins = PinBooks()
         # State, under _lock: deleted objects that somebody still reads, and whether this is over.
         self._lock = threading.Lock()
         self._doomed: set[ObjectKey] = set()
         self._closed = False
         self._redis = self._manager.l2_adapters()[0][1] if adapters else None
-        self._loader = Loader(self._l1, self._manager, self._pool_bytes, self._cancel)
+        self._loader = Loader(self._l1, self._manager, pool.size_bytes, self._cancel)
         self._write_back = WriteBack[ObjectKey](
             on_stored=lambda keys: on_redis_stored([object_name(key) for key in keys]),
             on_failed=lambda keys: on_redis_failed([object_name(key) for key in keys]),
@@ -105,13 +94,13 @@ class Tiers:
 
     @property
     def shm_path(self) -> str:
-        """File of the pool's segment, for engines that map it."""
-        return str(self._shm.path)
+        """File of the pool's segment, for engines that map it; empty when the pool is private."""
+        return self._pool.shm_path
 
     @property
     def pool_bytes(self) -> int:
         """Size of the CPU pool."""
-        return self._pool_bytes
+        return self._pool.size_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -265,7 +254,7 @@ class Tiers:
         self._loader.close()
         self._manager.close()
         self._write_back.close()
-        self._shm.close()
+        self._pool.close()
 
     def _note_overtaken(self, key: ObjectKey, memory: MemoryObj) -> None:
         """Settle the write-back of an object that a load from Redis has put here meanwhile."""

@@ -5,10 +5,13 @@ import socket
 import tempfile
 import threading
 from contextlib import contextmanager
+from functools import partial
 
+import lane_objects
 import numpy as np
 import pytest
-from store_objects import Prefix, put_frames, span_range
+from lane_objects import WAIT_S
+from store_objects import Prefix, span_range
 
 from tailreplay.connector.client import ObjectBytes, StoreClient
 from tailreplay.connector.lane import LaneStream
@@ -36,7 +39,6 @@ SPANS = {
     "hidden": span_range(Kind.HIDDEN, 130, 611, first_unit=1, units=1),
     "state": span_range(Kind.CHECKPOINT, 699, 700, prefix_hash=PREFIX.chain.prefix_hash(700)),
 }
-WAIT_S = 20
 
 
 @pytest.fixture(params=["unix", "tcp"])
@@ -58,64 +60,12 @@ def serving(address, **settings):
         yield server, client
 
 
-def objects(prefix=PREFIX, spans=None, packed=None, **how):
-    """Objects of a prefix; notes in `packed` which were asked for their bytes."""
-    found = []
-    for frame in list(put_frames(prefix, spans, chunk_bytes=1 << 30, **how))[1:]:
-        if frame.WhichOneof("frame") == "object":
-            announce = frame.object
-            continue
-
-        def parts(chunk=frame.chunk, announce=announce):
-            if packed is not None:
-                packed.append((announce.kind, announce.first_token))
-            return [chunk[:100], chunk[100:]]
-
-        found.append(ObjectBytes(announce, parts))
-    return found
-
-
-def put(client, *, prefix=PREFIX, **how):
-    return client.put(prefix.namespace, prefix.tokens, objects(prefix, **how), timeout_s=WAIT_S)
+put = partial(lane_objects.put, prefix=PREFIX)
+rows_of = partial(lane_objects.rows_of, PREFIX)
 
 
 def fetch(client, *ranges):
-    """Bytes of each range, put together from steps, in buffers poisoned before."""
-    leaf = client.match(PREFIX.namespace, PREFIX.tokens).leaf
-    stream = client.fetch(PREFIX.namespace, leaf, ranges, timeout_s=WAIT_S)
-    assert isinstance(stream, LaneStream)
-    units = [wanted.units or PREFIX.geometry[Kind(wanted.kind)].units for wanted in ranges]
-    buffers = [
-        np.full(
-            (
-                n,
-                wanted.end_token - wanted.first_token,
-                PREFIX.geometry[Kind(wanted.kind)].row_bytes,
-            ),
-            0xA5,
-            np.uint8,
-        )
-        for n, wanted in zip(units, ranges, strict=True)
-    ]
-    ends = []
-    for record, fill in stream:
-        if record.kind is RecordKind.ROWS:
-            wanted = ranges[record.number]
-            unit, row = (
-                record.first_unit - wanted.first_unit,
-                record.first_token - wanted.first_token,
-            )
-            fill(buffers[record.number][unit : unit + record.units, row : row + record.rows])
-        else:
-            ends.append((record.kind, record.number))
-    return [buffer.tobytes() for buffer in buffers], ends
-
-
-def rows_of(wanted):
-    units = wanted.units or None
-    return PREFIX.rows(
-        Kind(wanted.kind), wanted.first_token, wanted.end_token, wanted.first_unit, units
-    )
+    return lane_objects.fetch(client, PREFIX, *ranges)
 
 
 def test_rows_come_exactly_as_they_were_put(address):

@@ -46,10 +46,11 @@ def test_a_pool_larger_than_shared_memory_shrinks_with_one_warning_and_can_be_fi
         os.environ.update(LMCACHE_TRACK_USAGE="false", LMCACHE_LOG_LEVEL="ERROR")
         logging.basicConfig(format="%(levelname)s %(message)s")
         from tailreplay.store.objects import Kind, ObjectName
+        from tailreplay.store.pool import Pool
         from tailreplay.store.tiers import PutOutcome, Tiers
 
         tiers = Tiers(
-            pool_bytes=1 << 30, identity="small", redis=None,
+            Pool("small", 1 << 30, "require", None), redis=None,
             on_redis_stored=print, on_redis_failed=print,
         )
         def fill(memory):

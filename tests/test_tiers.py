@@ -22,6 +22,7 @@ from tailreplay.store.errors import StoreUnavailable
 from tailreplay.store.misses import Miss
 from tailreplay.store.objects import Kind, ObjectName
 from tailreplay.store.pins import Pinned
+from tailreplay.store.pool import Pool
 from tailreplay.store.redis_endpoint import RedisEndpoint
 from tailreplay.store.resp import RespConnection
 from tailreplay.store.shm_pool import pool_name
@@ -82,8 +83,12 @@ def open_tiers(closer: ThreadPoolExecutor, outcomes: Outcomes) -> Iterator[OpenT
     def open_one(pool_bytes: int = 16 * MIB, identity: str = "", redis_url: str | None = None):
         opened.append(
             Tiers(
-                pool_bytes=pool_bytes,
-                identity=identity or f"test-{os.getpid()}-{random.random()}-{next(numbers)}",
+                Pool(
+                    identity or f"test-{os.getpid()}-{random.random()}-{next(numbers)}",
+                    pool_bytes,
+                    "auto",
+                    None,
+                ),
                 redis=redis_url and {"url": redis_url, "read_timeout_s": 1.0},
                 on_redis_stored=lambda names: [outcomes.put(("stored", n)) for n in names],
                 on_redis_failed=lambda names: [outcomes.put(("failed", n)) for n in names],
