@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_BACKLOG = 1024
 _MAX_WAITING = 64
 _PAUSE_S = 0.05
 _MAX_OBJECTS = 1 << 17
@@ -342,7 +343,7 @@ def _listener(listen: str, access_gid: int | None) -> tuple[socket.socket, str]:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         sock = socket.create_server((host, 0), family=family)
         address = f":{sock.getsockname()[1]}"
-    sock.listen(128)
+    sock.listen(_BACKLOG)
     return sock, address
 
 

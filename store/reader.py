@@ -35,12 +35,16 @@ logger = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 2 << 20
 """Most payload in one frame, bytes; far below gRPC's message limit of 16 MiB."""
 
+MAX_RANGES = 4096
+"""Most ranges of one request."""
+
 _MAY_COME_LATER = {
     Miss.AWAY: pb.MISS_REASON_DEADLINE,
     Miss.LATE: pb.MISS_REASON_DEADLINE,
     Miss.NO_ROOM: pb.MISS_REASON_NO_ROOM,
 }
 _MAX_WINDOW_OBJECTS = 256
+_MAX_WINDOW_PIECES = 4096
 _PLACED_SHARE = 4
 
 
@@ -134,24 +138,30 @@ class Reader:
         Raises:
             InvalidRequest: a range is empty, backwards or of no kind.
         """
+        _check_ranges(request.ranges)
         path = self._catalog.path(request.namespace, request.leaf)
-        pieces: list[_Piece] = []
-        for number, wanted in enumerate(request.ranges):
-            pieces += self._pieces(request.namespace, path, number, wanted)
+        asked: dict[ObjectName, Record] = {}
         dead: set[int] = set()
+        # Never all pieces at once: many long ranges have more than there is memory for.
+        pieces = self._asked_pieces(request, path, asked)
         try:
             for window in _windows(pieces, window_bytes or self._window_bytes, self._window_bytes):
                 yield from self._send_window(window, dead)
         finally:
-            self._catalog.used(_used(path, pieces))
+            self._catalog.used(_used(path, request.ranges, asked))
+
+    def _asked_pieces(
+        self, request: pb.FetchRequest, path: Path, asked: dict[ObjectName, Record]
+    ) -> Iterator[_Piece]:
+        """The pieces of every range; notes their records in `asked`."""
+        for number, wanted in enumerate(request.ranges):
+            for piece in self._pieces(request.namespace, path, number, wanted):
+                if piece.record is not None:
+                    asked[piece.record.name] = piece.record
+                yield piece
 
     def _pieces(self, namespace: bytes, path: Path, number: int, wanted: pb.Range) -> list[_Piece]:
         first, end = wanted.first_token, wanted.end_token
-        if first >= end or int(wanted.kind) not in set(Kind):
-            raise InvalidRequest(
-                f"range {number} is of kind {int(wanted.kind)} [{first}, {end}), "
-                f"wanted one of {[k.name for k in Kind]} and first_token < end_token"
-            )
         if int(wanted.kind) == Kind.CHECKPOINT:
             return [self._checkpoint(namespace, number, wanted)]
         pieces, at = [], first
@@ -281,14 +291,33 @@ def _is_urgent(window: Sequence[_Piece]) -> bool:
     return any(piece.wanted.kind != pb.KIND_KV for piece in window)
 
 
-def _used(path: Path, pieces: Sequence[_Piece]) -> list[Record]:
-    """What a fetch has used: all it asked for, and the keys and values before that."""
-    asked = {p.record.name: p.record for p in pieces if p.record is not None}
-    ends = [p.end for p in pieces if p.wanted.kind == pb.KIND_KV]
+def _check_ranges(ranges: Sequence[pb.Range]) -> None:
+    """Refuses ranges that no object can answer.
+
+    Raises:
+        InvalidRequest: one is empty, backwards or of no kind, or there are too many.
+    """
+    if len(ranges) > MAX_RANGES:
+        raise InvalidRequest(f"{len(ranges)} ranges, wanted at most {MAX_RANGES}")
+    for number, wanted in enumerate(ranges):
+        first, end = wanted.first_token, wanted.end_token
+        if first >= end or int(wanted.kind) not in set(Kind):
+            raise InvalidRequest(
+                f"range {number} is of kind {int(wanted.kind)} [{first}, {end}), "
+                f"wanted one of {[k.name for k in Kind]} and first_token < end_token"
+            )
+
+
+def _used(
+    path: Path, ranges: Sequence[pb.Range], asked: Mapping[ObjectName, Record]
+) -> list[Record]:
+    """What a fetch has used: all it has come to, and the keys and values before that."""
+    used = dict(asked)
+    end = max((r.end_token for r in ranges if r.kind == pb.KIND_KV), default=0)
     for record in records_on(path, Kind.KV):
-        if record.first_token < max(ends, default=0):
-            asked[record.name] = record
-    return list(asked.values())
+        if record.first_token < end:
+            used[record.name] = record
+    return list(used.values())
 
 
 def _windows(
@@ -311,6 +340,7 @@ def _windows(
             size + extra > window_bytes
             or loading + to_load > load_bytes
             or len(held) >= _MAX_WINDOW_OBJECTS
+            or len(window) >= _MAX_WINDOW_PIECES
         )
         if window and (full or window[-1].wanted.kind != piece.wanted.kind):
             yield window
