@@ -16,17 +16,21 @@ from tailreplay.store.evictor import Evictor
 from tailreplay.store.index import Path, TokenIndex
 from tailreplay.store.manifest import Entry, Manifests, entry_of
 from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind, ObjectName, Provenance
+from tailreplay.store.quota import Quotas
 from tailreplay.store.record import Record
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from tailreplay.store.geometry import Geometry
     from tailreplay.store.index import Block, Match, Node
     from tailreplay.store.prompt import Prompt
+    from tailreplay.store.quota import Limits, TierName
     from tailreplay.store.tiers import Tiers
 
 logger = logging.getLogger(__name__)
+
+_SELECT_ROWS = 4096
 
 
 @dataclass(slots=True)
@@ -44,15 +48,21 @@ class Catalog:
 
     Args:
         manifests: where commits are written; None without Redis.
+        evictor: decides what leaves the CPU tier.
+
+    Attributes:
+        quotas: what each tenant uses, and may.
     """
 
-    def __init__(self, manifests: Manifests | None) -> None:
+    def __init__(self, manifests: Manifests | None, evictor: Evictor | None = None) -> None:
+        self.quotas = Quotas()
         self._manifests = manifests
         self._tiers: Tiers | None = None
         # Guarded by _lock: everything below.
         self._lock = threading.Lock()
         self._index = TokenIndex()
-        self._evictor = Evictor()
+        self._evictor = Evictor() if evictor is None else evictor
+        self._kept: Counter[Record] = Counter()
         self._claims: set[ObjectName] = set()
         self._pending: dict[ObjectName, _Pending] = {}
         self._geometry: dict[tuple[bytes, Kind], Geometry] = {}
@@ -75,6 +85,12 @@ class Catalog:
             self._counts["matched_tokens"] += found.matched_tokens
             self._counts["unmatched_tokens"] += queried - found.matched_tokens
         return found
+
+    def peek(self, prompt: Prompt) -> tuple[Match, Path]:
+        """As `match`, not counted, and the objects along it."""
+        with self._lock:
+            found = self._index.match(prompt)
+            return found, self._index.snapshot(found.rows)
 
     def path(self, namespace: bytes, leaf: bytes) -> Path:
         """Objects of the blocks from the first to the one named `leaf`; empty if not known."""
@@ -134,7 +150,7 @@ class Catalog:
             record.size, record.provenance = size, provenance
             record.tail_figures = tail_figures
             self._place(record, in_cpu=True)
-            self._evictor.use([record])  # until `used` has put the whole prefix in order
+            self._use([record])  # until `used` has put the whole prefix in order
             self._counts["stored_bytes"] += size
             self._claims.discard(name)
             self._supersede(record)
@@ -150,7 +166,7 @@ class Catalog:
             known = [r for r in records if r.is_listed]
             for record in known:
                 self._place(record, in_cpu=True)
-            self._evictor.use(known)
+            self._use(known)
 
     def late(self, records: Iterable[Record]) -> None:
         """Notes that objects did not come to the CPU tier in time; they may come there yet."""
@@ -158,7 +174,7 @@ class Catalog:
             for record in records:
                 self._place(record, in_cpu=False)
                 if record.in_redis:
-                    self._evictor.use([record])
+                    self._use([record])
                 else:
                     self._evictor.forget(record)
                     self._index.prune(record)
@@ -166,41 +182,110 @@ class Catalog:
     def used(self, records: Iterable[Record]) -> None:
         """Notes that objects of one prefix were used together; its late ones will go first."""
         with self._lock:
-            self._evictor.use([r for r in records if r.in_cpu])
+            known = [r for r in records if r.is_listed]
+            self._use([r for r in known if r.in_cpu])
+            self.quotas.used(known)
 
     def used_prefix(self, prompt: Prompt) -> None:
         """As `used`, of everything that a prompt has."""
-        with self._lock:
-            found = self._index.match(prompt)
-            path = self._index.snapshot(found.rows)
+        found, path = self.peek(prompt)
         self.used([*found.checkpoints, *records_on(path, Kind.HIDDEN, Kind.KV)])
 
-    def lost(self, record: Record) -> None:
-        """Forgets an object that is in no tier any more, or must not be used again."""
+    def lost(self, *records: Record) -> None:
+        """Forgets objects that are in no tier any more, or must not be used again."""
         with self._lock:
-            homes = [node.prefix_hash for node in self._index.homes(record)]
-            was_in_redis = record.in_redis
-            self._place(record, in_cpu=False, in_redis=False)
-            self._pending.pop(record.name, None)
-            self._evictor.forget(record)
-            self._index.prune(record)
-        if was_in_redis and self._manifests is not None:
-            try:
-                field = entry_of(record).field
-                space = record.name.namespace
-                self._manifests.forget((space, home, field) for home in homes)
-            except StoreUnavailable as error:
-                logger.debug("a manifest field outlives its payload: %s", error)
+            forgotten = self._fields_of(records)
+            for record in records:
+                self._place(record, in_cpu=False, in_redis=False)
+                self._pending.pop(record.name, None)
+                self._kept.pop(record, None)
+                self._evictor.forget(record)
+                self._index.prune(record)
+        self._forget_in_redis(forgotten)
+
+    def no_longer_in_redis(self, records: Sequence[Record]) -> None:
+        """Forgets what Redis had of objects; the caller takes their payloads away there."""
+        with self._lock:
+            forgotten = self._fields_of(records)
+            for record in records:
+                self._place(record, in_redis=False)
+                self._index.prune(record)
+        self._forget_in_redis(forgotten)
+
+    def select(self, wanted: Callable[[Record], bool]) -> list[Record]:
+        """Objects that exist and are wanted; takes the lock a while at a time."""
+        found: list[Record] = []
+        first = 0
+        while True:
+            with self._lock:
+                some, first = self._index.some_records(first, _SELECT_ROWS)
+                found += [record for record in some if record.exists and wanted(record)]
+            if not first:
+                return found
+
+    def limit(self, tenant: bytes, limits: Limits) -> None:
+        """Sets a tenant's limits; what is over stays until somebody makes room."""
+        spaces = set(self.quotas.namespaces(tenant))
+        records = self.select(lambda record: record.name.namespace in spaces)
+        with self._lock:
+            used = [r for r in self._evictor.order() if r.name.namespace in spaces]
+            listed = [record for record in records if record.is_listed]
+            self.quotas.limit(tenant, limits, dict.fromkeys([*used, *listed]))
+
+    def idle_s(self, record: Record) -> float:
+        """Seconds since an object's last use; 0 where the CPU tier does not have it."""
+        with self._lock:
+            return self._evictor.idle_s(record)
+
+    def keep(self, records: Iterable[Record]) -> None:
+        """Takes objects out of eviction, once more for each time."""
+        with self._lock:
+            for record in records:
+                self._kept[record] += 1
+                self._evictor.forget(record)
+
+    def release(self, records: Iterable[Record]) -> None:
+        """Undoes one `keep` of each; they count as used now."""
+        with self._lock:
+            kept = [record for record in records if record in self._kept]
+            self._kept.subtract(kept)
+            free = [record for record in kept if not self._kept[record]]
+            for record in free:
+                del self._kept[record]
+            self._use([record for record in free if record.in_cpu])
+
+    def is_kept(self, record: Record) -> bool:
+        """Whether it is out of eviction."""
+        return record in self._kept
 
     def count(self, what: str, by: int = 1) -> None:
         """Adds to a counter."""
         with self._lock:
             self._counts[what] += by
 
-    def make_room(self, size: int) -> bool:
+    def allow(self, namespace: bytes, size: int) -> bool:
+        """Whether a tenant may have so much more in the CPU tier; its own oldest objects go first.
+
+        Args:
+            namespace: one of the tenant's.
+            size: bytes.
+        """
+        tenant = self.quotas.owner(namespace)
+        over = self.quotas.over(tenant, "cpu", size)
+        if over and self.make_room(over, tenant):
+            over = self.quotas.over(tenant, "cpu", size)
+        if over:
+            self.quotas.refused(tenant)
+        return not over
+
+    def make_room(self, size: int, tenant: bytes | None = None) -> bool:
         """Evicts about `size` bytes; False when nothing could be evicted, or all would not do.
 
         What is pinned or on its way to Redis stays.
+
+        Args:
+            size: wanted, bytes.
+            tenant: whose objects go, because of its limits; None = anybody's.
         """
         tiers = self._tiers
         if tiers is None or size > tiers.pool_bytes:
@@ -208,14 +293,14 @@ class Catalog:
         freed, stuck = 0, set[Record]()
         while freed < size:
             with self._lock:
-                victims = self._evictor.victims(
-                    size - freed, spare=lambda r: r in stuck or r.name in self._pending
-                )
+                victims = self._victims(size - freed, tenant, stuck)
             if not victims:
                 break
             freed += tiers.evict([r.name for r in victims])
             stuck.update(self._note_evicted(victims, tiers))
         self.count("evicted_bytes", freed)
+        if tenant is not None:
+            self.quotas.evicted(tenant, freed)
         return freed > 0
 
     def redis_stored(self, names: Sequence[ObjectName]) -> None:
@@ -279,17 +364,49 @@ class Catalog:
 
     # What follows is called under the lock, unless it says otherwise.
 
+    def _use(self, records: Iterable[Record]) -> None:
+        self._evictor.use([record for record in records if record not in self._kept])
+
+    def _victims(self, size: int, tenant: bytes | None, stuck: set[Record]) -> list[Record]:
+        def spare(record: Record) -> bool:
+            return record in stuck or record in self._kept or record.name in self._pending
+
+        if tenant is None:
+            return self._evictor.victims(size, spare=spare)
+        return self.quotas.victims(tenant, "cpu", size, spare)
+
+    def _fields_of(self, records: Iterable[Record]) -> list[tuple[bytes, bytes, str]]:
+        """Where manifests speak of objects: namespace and name of the block, and the field."""
+        return [
+            (record.name.namespace, home.prefix_hash, entry_of(record).field)
+            for record in records
+            if record.in_redis
+            for home in self._index.homes(record)
+        ]
+
+    def _forget_in_redis(self, fields: Sequence[tuple[bytes, bytes, str]]) -> None:
+        """Takes fields of manifests away; does I/O, not under the lock."""
+        if not fields or self._manifests is None:
+            return
+        try:
+            self._manifests.forget(fields)
+        except StoreUnavailable as error:
+            logger.debug("a manifest field outlives its payload: %s", error)
+
     def _place(
         self, record: Record, *, in_cpu: bool | None = None, in_redis: bool | None = None
     ) -> None:
         """Notes where an object is now, None = as before, and keeps the sums of it."""
-        before = {"cpu": record.in_cpu, "redis": record.in_redis}
+        before: dict[TierName, bool] = {"cpu": record.in_cpu, "redis": record.in_redis}
         record.in_cpu = record.in_cpu if in_cpu is None else in_cpu
         record.in_redis = record.in_redis if in_redis is None else in_redis
-        for tier, now in (("cpu", record.in_cpu), ("redis", record.in_redis)):
-            step = int(now) - int(before[tier])
+        now: dict[TierName, bool] = {"cpu": record.in_cpu, "redis": record.in_redis}
+        for tier in before:
+            step = int(now[tier]) - int(before[tier])
             self._objects[tier, record.name.kind] += step
             self._sizes[tier, record.name.kind] += step * record.size
+            if step:
+                self.quotas.placed(record, tier, here=step > 0)
 
     def _locate(self, prompt: Prompt, kind: Kind, end_token: int) -> tuple[Record, Node]:
         """An object's record, and the block whose manifest speaks of it."""

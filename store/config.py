@@ -102,6 +102,9 @@ class StoreConfig(BaseSettings):
     leased_share: Annotated[
         float, Field(gt=0, le=1, description="largest part of the pool that leases may pin")
     ] = 0.5
+    pinned_share: Annotated[
+        float, Field(ge=0, le=0.9, description="largest part of the pool that operators may pin")
+    ] = 0.25
     stall_limit_s: Annotated[
         float,
         Field(gt=0, description="a reader that takes nothing for so long is cut off, s"),

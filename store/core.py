@@ -7,20 +7,22 @@ import secrets
 import threading
 import time
 from contextlib import closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import tokens as wire_tokens
-from tailreplay.store.auth import ANYONE
+from tailreplay.store.auth import ANYONE, Role
 from tailreplay.store.catalog import Catalog
 from tailreplay.store.chain import digest_key
 from tailreplay.store.config import PAYLOAD_TTL_S
 from tailreplay.store.errors import InvalidRequest, StoreUnavailable
 from tailreplay.store.lane_wire import LaneRecord, RecordKind
 from tailreplay.store.leases import Lease, Leases
+from tailreplay.store.ledger import Ledger
 from tailreplay.store.manifest import Manifests
-from tailreplay.store.namespace import NAMESPACE_BYTES
+from tailreplay.store.namespace import NAMESPACE_BYTES, tenant_digest
 from tailreplay.store.objects import Kind
+from tailreplay.store.operators import Operators
 from tailreplay.store.pool import Pool, SharedMemory
 from tailreplay.store.prompt import Prompt
 from tailreplay.store.reader import Frame, Reader
@@ -93,6 +95,15 @@ class Store:
             digest_key=digest_key,
             max_object_bytes=config.max_object_bytes,
         )
+        self._ledger = _ledger(config)
+        self.operators = Operators(
+            self.catalog,
+            self.tiers,
+            self._ledger,
+            pinned_bytes=int(self.tiers.pool_bytes * config.pinned_share),
+            timeout_s=config.tier_timeout_s,
+            clock=clock,
+        )
         self._closing = threading.Event()
         self._background = threading.Thread(target=self._tick, name="store-tick", daemon=True)
         self._restored = self._restore()
@@ -115,6 +126,7 @@ class Store:
             runs=[_run(run) for run in found.runs],
             checkpoints=[_checkpoint(record) for record in found.checkpoints],
             boot_id=self.boot_id,
+            default_mode=self.catalog.quotas.mode(self.catalog.quotas.owner(namespace)),
         )
 
     def fetch(
@@ -169,7 +181,9 @@ class Store:
         """
         lease = self._puts.grant(cancel)
         try:
-            return self._writer.put(self._watched(frames, lease), lambda n: _scoped(n, caller))
+            return self._writer.put(
+                self._watched(frames, lease), lambda begin: self._owned(begin, caller)
+            )
         finally:
             self._puts.end(lease.lease_id)
 
@@ -185,14 +199,22 @@ class Store:
 
     def open_put(self, begin: pb.PutBegin, caller: Principal = ANYONE) -> PutSession:
         """Starts storing objects of one prefix; as `Writer.open`."""
-        return self._writer.open(begin, _scoped(begin.namespace, caller))
+        return self._writer.open(begin, self._owned(begin, caller))
+
+    def _owned(self, begin: pb.PutBegin, caller: Principal) -> bytes:
+        """Where the objects of a Put belong, once it is known that they are the caller's."""
+        namespace = _scoped(begin.namespace, caller)
+        named = caller.role is not Role.ANYONE  # then its token says whose they are
+        tenant = tenant_digest(caller.tenant) if named else begin.tenant
+        self.catalog.quotas.own(namespace, tenant)
+        return namespace
 
     def stats(self) -> pb.StatsResponse:
         """Counters and sizes, as of now."""
         figures = self.catalog.figures()
         redis = self.tiers.redis_status()
         fields = set(pb.StatsResponse.DESCRIPTOR.fields_by_name)
-        known = {name: value for name, value in figures.items() if name in fields}
+        known: dict[str, Any] = {k: value for k, value in figures.items() if k in fields}
         known["integrity_errors"] = figures.get("integrity_errors", 0) + int(
             redis.get("integrity_errors", 0)
         )
@@ -252,6 +274,8 @@ class Store:
         self.tiers.close()
         if self.manifests is not None:
             self.manifests.close()
+        if self._ledger is not None:
+            self._ledger.close()
 
     def _restore(self) -> bool:
         try:
@@ -269,6 +293,7 @@ class Store:
         while not self._closing.wait(interval_s):
             self.leases.expire()
             self._puts.expire()
+            self.operators.tick()
             if not self._restored and self.tiers.redis_status().get("healthy"):
                 self._restored = self._restore()
 
@@ -296,6 +321,12 @@ def _shared_memory(config: StoreConfig) -> SharedMemory:
     if not config.share_memory:
         return "off"
     return "require" if config.require_shared_memory else "auto"
+
+
+def _ledger(config: StoreConfig) -> Ledger | None:
+    if config.redis_url is None:
+        return None
+    return Ledger(config.redis_url, config.redis_prefix, config.redis_timeout_s)
 
 
 def _identity(listen: str) -> str:

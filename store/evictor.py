@@ -8,6 +8,7 @@ Nothing here locks: the store calls it under its own lock.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
@@ -18,11 +19,17 @@ if TYPE_CHECKING:
 
 
 class Evictor:
-    """Order of use of every object in the CPU tier."""
+    """Order of use of every object in the CPU tier.
 
-    def __init__(self) -> None:
-        # Oldest first. Every record in the CPU tier is here, and those that may come there late.
-        self._order: OrderedDict[Record, None] = OrderedDict()
+    Args:
+        clock: seconds that only grow.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        # Oldest first, with the time of its last use. Every record in the CPU tier is here, and
+        # those that may come there late.
+        self._order: OrderedDict[Record, float] = OrderedDict()
 
     def use(self, records: Iterable[Record]) -> None:
         """Marks objects of one prefix as used now.
@@ -30,8 +37,9 @@ class Evictor:
         Args:
             records: those of them that are in the CPU tier, in any order.
         """
+        now_s = self._clock()
         for record in sorted(records, key=lambda r: r.end_token, reverse=True):
-            self._order[record] = None
+            self._order[record] = now_s
             self._order.move_to_end(record)
 
     def demote(self, record: Record) -> None:
@@ -60,6 +68,15 @@ class Evictor:
                 chosen.append(record)
                 freed += record.size
         return chosen
+
+    def idle_s(self, record: Record) -> float:
+        """Seconds since an object's last use; 0 when it is not here."""
+        used_s = self._order.get(record)
+        return self._clock() - used_s if used_s is not None else 0.0
+
+    def order(self) -> list[Record]:
+        """Every object, the next to go first."""
+        return list(self._order)
 
     def __len__(self) -> int:
         return len(self._order)

@@ -418,6 +418,20 @@ class TokenIndex:
         for row in self.objects.rows():
             yield self.objects.record(row, self._namespace(self.objects.homes[row]))
 
+    def some_records(self, first: int, count: int) -> tuple[list[Record], int]:
+        """Records of at most `count` rows from row `first` on, and the row to go on from; 0 = end.
+
+        What is added meanwhile may or may not be among them.
+        """
+        kinds = self.objects.kinds
+        end = min(first + count, len(kinds))
+        some = [
+            self.objects.record(row, self._namespace(self.objects.homes[row]))
+            for row in range(first, end)
+            if kinds[row]
+        ]
+        return some, end if end < len(kinds) else 0
+
     def records_of(self, rows: Iterable[int], kind: Kind) -> Iterator[Record]:
         """Objects of some blocks, all of one namespace, ascending by token."""
         namespace = b""

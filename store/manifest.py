@@ -148,7 +148,7 @@ class Manifests:
         for block, entry in entries:
             key = self._key(block.namespace, block.prefix_hash)
             fields = {"b": _pack_block(block), entry.field: _pack_entry(entry)}
-            pipe.hset(key, mapping={f: v + _seal(key, f.encode(), v) for f, v in fields.items()})
+            pipe.hset(key, mapping={f: v + seal(key, f.encode(), v) for f, v in fields.items()})
             pipe.pexpire(key, self._ttl_ms)
         self._run(pipe.execute)
 
@@ -232,7 +232,8 @@ def _pack_entry(entry: Entry) -> bytes:
     return packed + entry.tail_figures
 
 
-def _seal(key: bytes, field: bytes, value: bytes) -> bytes:
+def seal(key: bytes, field: bytes, value: bytes) -> bytes:
+    """Mark of a value of a hash in Redis, 8 bytes: over the key, the field and the value."""
     hasher = blake3(len(key).to_bytes(4, "little") + key)
     return hasher.update(len(field).to_bytes(4, "little") + field + value).digest(
         length=_SEAL_BYTES
@@ -242,7 +243,7 @@ def _seal(key: bytes, field: bytes, value: bytes) -> bytes:
 def _unsealed(key: bytes, fields: dict[bytes, bytes]) -> dict[bytes, bytes]:
     """Values whose seal fits, without it."""
     parts = {f: (v[:-_SEAL_BYTES], v[-_SEAL_BYTES:]) for f, v in fields.items()}
-    return {f: value for f, (value, seal) in parts.items() if seal == _seal(key, f, value)}
+    return {f: value for f, (value, mark) in parts.items() if mark == seal(key, f, value)}
 
 
 def _unpack(names: bytes, fields: dict[bytes, bytes]) -> tuple[Block, list[Entry]] | None:

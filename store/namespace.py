@@ -18,7 +18,11 @@ FORMAT_VERSION = 1
 NAMESPACE_BYTES = 32
 """Bytes of a namespace digest."""
 
+TENANT_BYTES = 16
+"""Bytes of a tenant's digest."""
+
 _CONTEXT = "tailreplay namespace v1"
+_TENANT_CONTEXT = "tailreplay tenant v1"
 
 
 class NamespaceFields(BaseModel):
@@ -47,3 +51,13 @@ class NamespaceFields(BaseModel):
                 hasher.update(len(part).to_bytes(8, "little"))
                 hasher.update(part)
         return hasher.digest()
+
+
+def tenant_digest(tenant: str) -> bytes:
+    """What a store knows a tenant by, for quotas and erasure: 16 bytes, none for no tenant.
+
+    It keeps the name out of the store; whoever can guess the name can compute it.
+    """
+    if not tenant:
+        return b""
+    return blake3(tenant.encode(), derive_key_context=_TENANT_CONTEXT).digest(length=TENANT_BYTES)

@@ -14,6 +14,7 @@ from tailreplay.proto import store_pb2 as pb
 from tailreplay.proto import store_pb2_grpc as rpc
 from tailreplay.store.access import let_group_in
 from tailreplay.store.address import socket_path
+from tailreplay.store.admin import ADMIN_SERVICE_NAME, add_admin
 from tailreplay.store.auth import Access, Role
 from tailreplay.store.config import StoreConfig
 from tailreplay.store.core import Store
@@ -96,10 +97,18 @@ class StoreServer:
         max_streams = config.max_workers * 3 // 4
         service = StoreService(self.store, self._lane, self._access, max_streams=max_streams)
         rpc.add_StoreServicer_to_server(service, listener.server)
-        listener.bind(SERVICE_NAME)
+        services = [SERVICE_NAME]
+        if config.listen.startswith("unix:") and self._are_operators(config):
+            add_admin(listener.server, self.store, self._access)
+            services.append(ADMIN_SERVICE_NAME)
+        listener.bind(*services)
         if config.listen.startswith("unix:"):
             let_group_in(socket_path(config.listen), config.access_gid, 0o660)
         return listener.address
+
+    def _are_operators(self, config: StoreConfig) -> bool:
+        """Whether those who can open the socket operate the store, unless their token says no."""
+        return config.access_gid is None or not self._access.is_open
 
     def _listen_for_operators(self, config: StoreConfig) -> str | None:
         if config.admin_address is None:
@@ -112,7 +121,8 @@ class StoreServer:
             tls=self._tls,
         )
         self._listeners.append(listener)
-        listener.bind()
+        add_admin(listener.server, self.store, self._access)
+        listener.bind(ADMIN_SERVICE_NAME)
         return listener.address
 
     def _open_lane(self, config: StoreConfig) -> Lane:

@@ -211,17 +211,35 @@ class Tiers:
         self._write_back.failed(dropped)
         return sum(sizes[key] for key in dropped)
 
-    def delete(self, names: Sequence[ObjectName]) -> None:
+    def delete(self, names: Sequence[ObjectName], *, overwrite: bool = False) -> int:
         """Drop objects from the CPU tier and from Redis.
 
         One that is pinned disappears for everybody else at once, and for good with its last pin.
         While Redis is away its copies stay there until they expire.
+
+        Args:
+            names: which.
+            overwrite: write zeros over them in the pool, at once for readers of them too.
+
+        Returns:
+            Bytes overwritten.
         """
         keys = [object_key(name) for name in names]
         with self._lock:
             self._doomed.update(keys)
+        overwritten = self._overwrite(keys) if overwrite else 0
         self._purge()
         self._forget(keys)
+        return overwritten
+
+    def delete_in_redis(self, names: Sequence[ObjectName]) -> None:
+        """Drop objects from Redis alone."""
+        self._forget([object_key(name) for name in names])
+
+    def held(self, names: Sequence[ObjectName]) -> int:
+        """Count deleted objects that somebody still reads."""
+        with self._lock:
+            return sum(object_key(name) in self._doomed for name in names)
 
     def redis_status(self) -> dict[str, Any]:
         """Report how Redis is doing.
@@ -279,6 +297,20 @@ class Tiers:
     def _cancel(self, keys: Sequence[ObjectKey]) -> None:
         if self._redis is not None:
             self._redis.cancel(keys)
+
+    def _overwrite(self, keys: Sequence[ObjectKey]) -> int:
+        """Write zeros over objects, under a lock that keeps their memory theirs."""
+        held = {
+            key: memory
+            for key, (_, memory) in self._l1.reserve_read(list(keys)).items()
+            if memory is not None
+        }
+        for memory in held.values():
+            view = bytes_of(memory)
+            view[:] = bytes(len(view))
+        if held:
+            self._l1.finish_read(list(held))
+        return sum(memory.get_size() for memory in held.values())
 
     def _purge(self) -> None:
         """Drop deleted objects that nobody reads any more."""

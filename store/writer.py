@@ -50,13 +50,13 @@ class Writer:
         self._max_object_bytes = max_object_bytes
 
     def put(
-        self, frames: Iterator[pb.PutFrame], scoped: Callable[[bytes], bytes]
+        self, frames: Iterator[pb.PutFrame], owned: Callable[[pb.PutBegin], bytes]
     ) -> pb.PutResponse:
         """Stores a stream of objects; those stored before an error stay stored.
 
         Args:
             frames: what the writer sends.
-            scoped: where to keep what the writer calls by a namespace.
+            owned: says in which namespace to keep them.
 
         Raises:
             InvalidRequest: frames out of order, or positions that are not on the block grid.
@@ -68,7 +68,7 @@ class Writer:
         if first is None or first.WhichOneof("frame") != "begin":
             found = first.WhichOneof("frame") if first is not None else "nothing"
             raise InvalidRequest(f"a Put stream starts with `{found}`, wanted `begin`")
-        with self.open(first.begin, scoped(first.begin.namespace)) as session:
+        with self.open(first.begin, owned(first.begin)) as session:
             for frame in frames:
                 if frame.WhichOneof("frame") != "object":
                     raise InvalidRequest(f"got `{frame.WhichOneof('frame')}`, wanted `object`")
@@ -186,6 +186,8 @@ class PutSession:
 
         outcome = PutOutcome.FULL
         try:
+            if not self._catalog.allow(name.namespace, wanted.size_bytes):
+                return PutOutcome.FULL, None
             outcome = self._tiers.put(name, wanted.size_bytes, fill)
             if outcome is PutOutcome.EXISTS and self._tiers.evict([name]):
                 # A load from Redis that nobody waited for left it there, unlisted.

@@ -43,12 +43,18 @@ class Prefix:
         namespace: 32 bytes.
         ids: its tokens.
         geometry: of each kind.
+        tenant: digest of the tenant whose it is.
     """
 
     def __init__(
-        self, namespace: bytes, ids: Sequence[int], geometry: dict[Kind, Geometry] = GEOMETRY
+        self,
+        namespace: bytes,
+        ids: Sequence[int],
+        geometry: dict[Kind, Geometry] = GEOMETRY,
+        tenant: bytes = b"",
     ) -> None:
         self.namespace = namespace
+        self.tenant = tenant
         self.ids = list(ids)
         self.geometry = geometry
         wide = {at: token for at, token in enumerate(self.ids) if token >> 32}
@@ -121,7 +127,10 @@ def put_frames(
         provenance: in the headers.
         figures: gives an object's tail figures.
     """
-    yield pb.PutFrame(begin=pb.PutBegin(namespace=prefix.namespace, tokens=to_wire(prefix.tokens)))
+    begin = pb.PutBegin(
+        namespace=prefix.namespace, tokens=to_wire(prefix.tokens), tenant=prefix.tenant
+    )
+    yield pb.PutFrame(begin=begin)
     for span in prefix.spans() if spans is None else spans:
         data = make(span) if make else prefix.object(*span, provenance=provenance)
         kind, first, end = span
@@ -196,6 +205,7 @@ class Client:
             address, options=[("grpc.use_local_subchannel_pool", 1)]
         )
         self.stub = rpc.StoreStub(self.channel)
+        self.admin = rpc.AdminStub(self.channel)
 
     def close(self) -> None:
         self.channel.close()

@@ -153,7 +153,8 @@ def test_what_is_on_its_way_to_redis_stays_until_it_is_there_or_given_up(store, 
     catalog = Catalog(manifests)
     catalog.attach(store.tiers)  # which has no Redis, so that nothing ever arrives there
     writer = Writer(catalog, store.tiers, digest_key=digest_key, max_object_bytes=MIB)
-    assert writer.put(put_frames(prefix, prefix.spans(KV))).stored == 4
+    frames = put_frames(prefix, prefix.spans(KV))
+    assert writer.put(frames, lambda begin: begin.namespace).stored == 4
     assert catalog.figures()["redis_pending_bytes"] == 4 * BLOCK_BYTES
     assert not catalog.make_room(BLOCK_BYTES)
     catalog.redis_failed([prefix.name(KV, 256), prefix.name(KV, 512)])

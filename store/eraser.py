@@ -1,0 +1,129 @@
+"""Forgets what operators want forgotten, in both tiers, and proves it."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tailreplay.store.errors import StoreUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
+    from tailreplay.store.catalog import Catalog
+    from tailreplay.store.ledger import Ledger
+    from tailreplay.store.objects import Kind
+    from tailreplay.store.quota import TierName
+    from tailreplay.store.record import Record
+    from tailreplay.store.tiers import Tiers
+
+logger = logging.getLogger(__name__)
+
+_BATCH = 256
+_ROUNDS = 3
+"""A write that was on its way may land behind a first deletion in Redis."""
+
+
+@dataclass(slots=True)
+class Erased:
+    """What an erasure did, and what a count afterwards found.
+
+    Attributes:
+        removed: objects and bytes by tier and kind.
+        overwritten_bytes: bytes of the pool that hold nothing of it any more.
+        held: objects that readers hold, and that go when they let go.
+        redis_keys: keys deleted in Redis, manifests among them.
+        left_in_cpu: objects that the index or the pool still has.
+        left_in_redis: keys in Redis.
+    """
+
+    removed: Counter[tuple[TierName, Kind, str]] = field(default_factory=Counter)
+    overwritten_bytes: int = 0
+    held: int = 0
+    redis_keys: int = 0
+    left_in_cpu: int = 0
+    left_in_redis: int = 0
+
+    def note(self, record: Record) -> None:
+        """Counts an object that is about to go."""
+        places: dict[TierName, bool] = {"cpu": record.in_cpu, "redis": record.in_redis}
+        for tier, here in places.items():
+            self.removed[tier, record.name.kind, "objects"] += here
+            self.removed[tier, record.name.kind, "bytes"] += record.size if here else 0
+
+
+class Eraser:
+    """Takes namespaces out of a store.
+
+    Args:
+        catalog: what exists.
+        tiers: where it is.
+        ledger: Redis, for what the index does not know; None without Redis.
+    """
+
+    def __init__(self, catalog: Catalog, tiers: Tiers, ledger: Ledger | None) -> None:
+        self._catalog = catalog
+        self._tiers = tiers
+        self._ledger = ledger
+
+    def clear(self, namespaces: Collection[bytes] | None) -> Erased:
+        """Forgets all objects of some namespaces, or of all.
+
+        Raises:
+            StoreUnavailable: Redis does not answer; the CPU tier has been cleared.
+        """
+        done = Erased()
+        self._drop(namespaces, done, overwrite=False)
+        spaces = self._catalog.namespaces() if namespaces is None else namespaces
+        self._delete_in_redis(spaces, done)
+        return done
+
+    def erase(self, namespaces: Collection[bytes]) -> Erased:
+        """As `clear`, and overwrites the bytes in the pool, and counts what is left.
+
+        Raises:
+            StoreUnavailable: Redis does not answer, so that there is no proof; the CPU tier has
+                been cleared.
+        """
+        done = Erased()
+        self._drop(namespaces, done, overwrite=True)
+        self._delete_in_redis(namespaces, done)
+        left = self._catalog.select(lambda r: r.name.namespace in namespaces)
+        done.left_in_cpu = len(left)
+        return done
+
+    def _drop(self, namespaces: Collection[bytes] | None, done: Erased, *, overwrite: bool) -> None:
+        records = self._catalog.select(
+            lambda r: namespaces is None or r.name.namespace in namespaces
+        )
+        for batch in _batches(records):
+            names = [record.name for record in batch]
+            for record in batch:
+                done.note(record)
+            self._catalog.lost(*batch)
+            done.overwritten_bytes += self._tiers.delete(names, overwrite=overwrite)
+            done.held += self._tiers.held(names)
+
+    def _delete_in_redis(self, namespaces: Collection[bytes], done: Erased) -> None:
+        if self._ledger is None:
+            return
+        for namespace in namespaces:
+            try:
+                keys = self._ledger.keys_of(namespace)
+                for _ in range(_ROUNDS):
+                    done.redis_keys += self._ledger.delete(keys) if keys else 0
+                    keys = self._ledger.keys_of(namespace)
+                    if not keys:
+                        break
+            except StoreUnavailable as error:
+                raise StoreUnavailable(
+                    f"the CPU tier was cleared, Redis was not: {error}"
+                ) from error
+            done.left_in_redis += len(keys)
+
+
+def _batches(records: Sequence[Record]) -> Iterator[Sequence[Record]]:
+    for at in range(0, len(records), _BATCH):
+        yield records[at : at + _BATCH]

@@ -1,0 +1,167 @@
+"""What operators decided, and whose namespaces are whose, kept in Redis over a restart.
+
+Stores that share a Redis share it. Three hashes, each value sealed like a manifest's:
+
+    key        field       value
+    a:owners   namespace   tenant digest, 16 bytes
+    a:limits   tenant      limit in the CPU tier, limit in Redis, bytes; all ones = none
+    a:modes    tenant      mode
+
+No names and no salts are in it, and no tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from tailreplay.store.errors import StoreUnavailable
+from tailreplay.store.manifest import seal
+from tailreplay.store.namespace import NAMESPACE_BYTES, TENANT_BYTES
+from tailreplay.store.quota import NO_LIMITS, Limits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_LIMITS = struct.Struct("<QQ")
+_NONE = (1 << 64) - 1
+_SEAL_BYTES = 8
+_SCAN_COUNT = 1000
+
+
+class Ledger:
+    """Reads and writes operators' decisions. Thread-safe; every call is bounded by the timeout.
+
+    Args:
+        url: of the Redis that has the manifests.
+        key_prefix: in front of every key.
+        timeout_s: longest wait for one answer.
+
+    All methods raise StoreUnavailable when Redis does not answer.
+    """
+
+    def __init__(self, url: str, key_prefix: str, timeout_s: float) -> None:
+        self._redis = redis.Redis.from_url(
+            url,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 0),
+        )
+        self._prefix = key_prefix.encode()
+
+    def owners(self) -> dict[bytes, bytes]:
+        """Tenants by namespace."""
+        return {
+            space: tenant
+            for space, tenant in self._all(b"owners").items()
+            if len(space) == NAMESPACE_BYTES and len(tenant) == TENANT_BYTES
+        }
+
+    def own(self, owners: Mapping[bytes, bytes]) -> None:
+        """Writes tenants by namespace."""
+        self._write(b"owners", owners)
+
+    def disown(self, namespaces: Iterable[bytes]) -> None:
+        """Takes namespaces out, which belong to nobody then."""
+        self._delete(b"owners", namespaces)
+
+    def limits(self) -> dict[bytes, Limits]:
+        """Limits by tenant."""
+        found = {}
+        for tenant, value in self._all(b"limits").items():
+            if len(value) == _LIMITS.size:
+                cpu, in_redis = _LIMITS.unpack(value)
+                found[tenant] = Limits(
+                    None if cpu == _NONE else cpu, None if in_redis == _NONE else in_redis
+                )
+        return found
+
+    def set_limits(self, tenant: bytes, limits: Limits) -> None:
+        """Writes a tenant's limits."""
+        if limits == NO_LIMITS:
+            self._delete(b"limits", [tenant])
+            return
+        cpu, in_redis = (_NONE if n is None else n for n in (limits.cpu_bytes, limits.redis_bytes))
+        self._write(b"limits", {tenant: _LIMITS.pack(cpu, in_redis)})
+
+    def modes(self) -> dict[bytes, str]:
+        """Modes by tenant."""
+        return {t: value.decode("ascii", "replace") for t, value in self._all(b"modes").items()}
+
+    def set_mode(self, tenant: bytes, mode: str) -> None:
+        """Writes a tenant's mode; empty takes it away."""
+        if mode:
+            self._write(b"modes", {tenant: mode.encode()})
+        else:
+            self._delete(b"modes", [tenant])
+
+    def keys_of(self, namespace: bytes) -> list[bytes]:
+        """Every key that has payload or a manifest of a namespace; scans all of Redis."""
+        patterns = (
+            _literal(self._prefix + b"m:" + namespace) + b"*",
+            _literal(self._prefix + b"o:" + namespace.hex().encode()) + b"|*",
+        )
+        return self._run(
+            lambda: [
+                key
+                for pattern in patterns
+                for key in self._redis.scan_iter(match=pattern, count=_SCAN_COUNT)
+            ]
+        )
+
+    def delete(self, keys: list[bytes]) -> int:
+        """Deletes keys; returns how many were there."""
+        parts = [keys[at : at + _SCAN_COUNT] for at in range(0, len(keys), _SCAN_COUNT)]
+        return self._run(lambda: sum(int(self._redis.unlink(*part)) for part in parts))
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._redis.close()
+
+    def _all(self, table: bytes) -> dict[bytes, bytes]:
+        key = self._key(table)
+        fields: dict[Any, Any] = self._run(lambda: self._redis.hgetall(key))
+        found = {}
+        for field, value in fields.items():
+            body, mark = value[:-_SEAL_BYTES], value[-_SEAL_BYTES:]
+            if mark == seal(key, field, body):
+                found[field] = body
+            else:
+                logger.warning("a damaged entry of %s is left out", key.decode())
+        return found
+
+    def _write(self, table: bytes, values: Mapping[bytes, bytes]) -> None:
+        key = self._key(table)
+        sealed: dict[Any, Any] = {f: value + seal(key, f, value) for f, value in values.items()}
+        if sealed:
+            self._run(lambda: self._redis.hset(key, mapping=sealed))
+
+    def _delete(self, table: bytes, fields: Iterable[bytes]) -> None:
+        names = list(fields)
+        if names:
+            self._run(lambda: self._redis.hdel(self._key(table), *names))
+
+    def _key(self, table: bytes) -> bytes:
+        return self._prefix + b"a:" + table
+
+    def _run(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except redis.RedisError as error:
+            raise StoreUnavailable(
+                f"Redis did not take or give operators' data: {error}"
+            ) from error
+
+
+def _literal(text: bytes) -> bytes:
+    """A pattern of Redis that stands for itself."""
+    return b"".join(b"\\" + bytes([c]) if c in b"\\*?[]^-" else bytes([c]) for c in text)

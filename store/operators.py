@@ -1,0 +1,360 @@
+"""What operators ask of a store, and what it does for them by itself."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, get_args
+
+from tailreplay.proto import store_pb2 as pb
+from tailreplay.store import tokens as wire_tokens
+from tailreplay.store.chain import digest_key
+from tailreplay.store.eraser import Erased, Eraser
+from tailreplay.store.errors import InvalidRequest, StoreUnavailable
+from tailreplay.store.namespace import NAMESPACE_BYTES, TENANT_BYTES
+from tailreplay.store.operator_pins import OperatorPin, OperatorPins
+from tailreplay.store.prompt import Prompt
+from tailreplay.store.quota import NO_LIMITS, Limits, TierName
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tailreplay.store.catalog import Catalog
+    from tailreplay.store.index import Match, Path
+    from tailreplay.store.ledger import Ledger
+    from tailreplay.store.record import Record
+    from tailreplay.store.tiers import Tiers
+
+logger = logging.getLogger(__name__)
+
+MODES = ("exact", "tail", "auto", "off")
+"""Modes that an operator can set; `zero` is for evaluation."""
+
+_READ_AGAIN_S = 5.0
+_TIERS: dict[TierName, pb.Tier.ValueType] = {"cpu": pb.TIER_CPU, "redis": pb.TIER_REDIS}
+
+
+class Operators:
+    """Pins, quotas, erasure and inspection of one store. Thread-safe.
+
+    Args:
+        catalog: what exists.
+        tiers: where it is.
+        ledger: keeps decisions over a restart, and tells other stores; None without Redis.
+        pinned_bytes: most that pins may hold together.
+        timeout_s: longest wait for payload from Redis.
+        clock: seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        tiers: Tiers,
+        ledger: Ledger | None,
+        *,
+        pinned_bytes: int,
+        timeout_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._catalog = catalog
+        self._quotas = catalog.quotas
+        self._tiers = tiers
+        self._ledger = ledger
+        self._clock = clock
+        self._eraser = Eraser(catalog, tiers, ledger)
+        self.pins = OperatorPins(
+            catalog, tiers, most_bytes=pinned_bytes, timeout_s=timeout_s, clock=clock
+        )
+        # Guarded by _lock: owners that Redis has, and when it was last read.
+        self._lock = threading.Lock()
+        self._written: dict[bytes, bytes] = {}
+        self._read_at_s = -_READ_AGAIN_S
+
+    def pin(self, request: pb.PinRequest) -> pb.PinInfo:
+        """Keeps a prefix in the CPU tier.
+
+        Raises:
+            InvalidRequest: namespace or tokens are malformed, nothing is stored, or no time given.
+            LimitExceeded: pins hold as much as they may.
+        """
+        if not request.seconds > 0:
+            raise InvalidRequest(f"seconds is {request.seconds}, wanted more than 0")
+        found, path = self._find(request.namespace, request.tokens)
+        if not found.matched_tokens:
+            raise InvalidRequest("nothing is stored of this prefix, wanted at least one block")
+        pin = self.pins.pin(
+            request.namespace,
+            found.matched_tokens,
+            _by_worth(found, path),
+            max_bytes=request.max_bytes,
+            seconds=request.seconds,
+        )
+        logger.info("pinned %d bytes of a prefix for %.0f s", pin.held_bytes, request.seconds)
+        return self._pin_info(pin)
+
+    def unpin(self, request: pb.UnpinRequest) -> pb.UnpinResponse:
+        """Ends a pin."""
+        return pb.UnpinResponse(was_there=self.pins.unpin(request.pin_id))
+
+    def list_pins(self) -> pb.ListPinsResponse:
+        """The pins there are."""
+        return pb.ListPinsResponse(pins=[self._pin_info(pin) for pin in self.pins.all()])
+
+    def set_quota(self, request: pb.SetQuotaRequest) -> pb.TenantInfo:
+        """Limits a tenant, and makes what is over go.
+
+        Raises:
+            InvalidRequest: the tenant is malformed, or no limit is given.
+            StoreUnavailable: Redis does not take it; nothing has changed.
+        """
+        limits = Limits(
+            request.cpu_bytes if request.HasField("cpu_bytes") else None,
+            request.redis_bytes if request.HasField("redis_bytes") else None,
+        )
+        if limits == NO_LIMITS:
+            raise InvalidRequest("a quota has no limit, wanted cpu_bytes or redis_bytes")
+        return self._limit(_tenant(request.tenant), limits)
+
+    def delete_quota(self, request: pb.DeleteQuotaRequest) -> pb.TenantInfo:
+        """Takes a tenant's limits away.
+
+        Raises:
+            InvalidRequest: the tenant is malformed.
+            StoreUnavailable: Redis does not take it; nothing has changed.
+        """
+        return self._limit(_tenant(request.tenant), NO_LIMITS)
+
+    def list_tenants(self, request: pb.ListTenantsRequest) -> pb.ListTenantsResponse:
+        """Use and limits of one tenant, or of all."""
+        wanted = [_tenant(request.tenant)] if request.tenant else self._quotas.tenants()
+        return pb.ListTenantsResponse(tenants=[self._tenant_info(tenant) for tenant in wanted])
+
+    def set_mode(self, request: pb.SetModeRequest) -> pb.SetModeResponse:
+        """Sets a tenant's mode; the empty tenant is everybody who names none.
+
+        Raises:
+            InvalidRequest: there is no such mode.
+            StoreUnavailable: Redis does not take it; nothing has changed.
+        """
+        if request.mode not in ("", *MODES):
+            raise InvalidRequest(f"mode is {request.mode!r}, wanted one of {', '.join(MODES)}")
+        tenant = _tenant(request.tenant, or_none=True)
+        if self._ledger is not None:
+            self._ledger.set_mode(tenant, request.mode)
+        self._quotas.set_mode(tenant, request.mode)
+        logger.info("a tenant's default mode is now %r", request.mode)
+        return pb.SetModeResponse()
+
+    def clear(self, request: pb.ClearRequest) -> pb.ClearResponse:
+        """Forgets objects of a namespace, of a tenant, or all.
+
+        Raises:
+            InvalidRequest: no scope, or a malformed one.
+            StoreUnavailable: Redis does not answer; the CPU tier has been cleared.
+        """
+        scope = request.WhichOneof("scope")
+        if scope == "namespace":
+            namespaces: list[bytes] | None = [_namespace(request.namespace)]
+        elif scope == "tenant":
+            namespaces = self._quotas.namespaces(_tenant(request.tenant))
+        elif scope == "everything" and request.everything:
+            namespaces = None
+        else:
+            raise InvalidRequest("scope is not set, wanted everything, namespace or tenant")
+        done = self._eraser.clear(namespaces)
+        logger.info("cleared %s: %d objects", scope, _objects(done))
+        return pb.ClearResponse(removed=_removed(done))
+
+    def erase(self, request: pb.EraseRequest) -> pb.EraseResponse:
+        """Erases a tenant, and says what a count finds afterwards.
+
+        Raises:
+            InvalidRequest: the tenant is malformed.
+            StoreUnavailable: Redis does not answer; the CPU tier has been cleared.
+        """
+        tenant = _tenant(request.tenant)
+        if self._ledger is not None:
+            self._read_ledger()  # what other stores have of the tenant counts too
+        namespaces = self._quotas.namespaces(tenant)
+        done = self._eraser.erase(namespaces)
+        self._disown(namespaces)
+        logger.info("erased a tenant: %d objects", _objects(done))
+        return pb.EraseResponse(
+            removed=_removed(done),
+            namespaces=len(namespaces),
+            overwritten_bytes=done.overwritten_bytes,
+            held_objects=done.held,
+            redis_keys_deleted=done.redis_keys,
+            cpu_objects_left=done.left_in_cpu,
+            redis_keys_left=done.left_in_redis,
+            has_redis=self._ledger is not None,
+        )
+
+    def inspect(self, request: pb.InspectRequest) -> pb.InspectResponse:
+        """Every object along the longest stored prefix.
+
+        Raises:
+            InvalidRequest: namespace or tokens are malformed.
+        """
+        found, path = self._find(request.namespace, request.tokens)
+        return pb.InspectResponse(
+            matched_tokens=found.matched_tokens,
+            objects=[self._object_info(record) for record in _by_worth(found, path)],
+            tenant=self._quotas.owner(request.namespace),
+        )
+
+    def tick(self) -> None:
+        """Ends old pins, enforces quotas, and reads and writes what Redis keeps; called often."""
+        self.pins.expire()
+        for tenant, limits in self._quotas.limited().items():
+            self._enforce(tenant, limits)
+        if self._ledger is None:
+            return
+        try:
+            self._write_owners(self._ledger)
+            if self._clock() - self._read_at_s >= _READ_AGAIN_S:
+                self._read_ledger()
+        except StoreUnavailable as error:
+            logger.debug("operators' data: %s", error)
+
+    def written_owners(self) -> list[bytes]:
+        """Namespaces whose tenant Redis knows."""
+        with self._lock:
+            return list(self._written)
+
+    def _find(self, namespace: bytes, tokens: pb.Tokens) -> tuple[Match, Path]:
+        key = digest_key(_namespace(namespace))
+        return self._catalog.peek(Prompt(namespace, wire_tokens.from_wire(tokens), key))
+
+    def _limit(self, tenant: bytes, limits: Limits) -> pb.TenantInfo:
+        if self._ledger is not None:
+            self._ledger.set_limits(tenant, limits)
+        self._catalog.limit(tenant, limits)
+        self._enforce(tenant, limits)
+        logger.info("a tenant's limits are now %s", limits)
+        return self._tenant_info(tenant)
+
+    def _enforce(self, tenant: bytes, limits: Limits) -> None:
+        over = self._quotas.over(tenant, "cpu")
+        if over:
+            self._catalog.make_room(over, tenant)
+        over = self._quotas.over(tenant, "redis") if limits.redis_bytes is not None else 0
+        if over:
+            victims = self._quotas.victims(tenant, "redis", over, lambda _: False)
+            names = [record.name for record in victims]
+            size = sum(record.size for record in victims)
+            self._catalog.no_longer_in_redis(victims)
+            self._tiers.delete_in_redis(names)
+            self._quotas.evicted(tenant, size)
+
+    def _write_owners(self, ledger: Ledger) -> None:
+        with self._lock:
+            owners = self._quotas.owners()
+            news = {s: t for s, t in owners.items() if self._written.get(s) != t}
+        ledger.own(news)
+        with self._lock:
+            self._written.update(news)
+
+    def _disown(self, namespaces: Sequence[bytes]) -> None:
+        if self._ledger is not None:
+            self._ledger.disown(namespaces)
+        self._quotas.disown(namespaces)
+        with self._lock:
+            for namespace in namespaces:
+                self._written.pop(namespace, None)
+
+    def _read_ledger(self) -> None:
+        ledger = self._ledger
+        if ledger is None:
+            return
+        owners, limits, modes = ledger.owners(), ledger.limits(), ledger.modes()
+        for namespace, tenant in owners.items():
+            self._quotas.learn(namespace, tenant)
+        for tenant in {*limits, *self._quotas.limited()}:
+            wanted = limits.get(tenant, NO_LIMITS)
+            if wanted != self._quotas.limits(tenant):
+                self._catalog.limit(tenant, wanted)
+        self._quotas.set_modes(modes)
+        with self._lock:
+            self._written.update(owners)
+            self._read_at_s = self._clock()
+
+    def _pin_info(self, pin: OperatorPin) -> pb.PinInfo:
+        return pb.PinInfo(
+            pin_id=pin.pin_id,
+            namespace=pin.namespace,
+            tokens=pin.tokens,
+            objects=len(pin.records),
+            bytes=pin.held_bytes,
+            left_out_bytes=pin.left_out_bytes,
+            expires_in_s=self.pins.seconds_left(pin),
+        )
+
+    def _tenant_info(self, tenant: bytes) -> pb.TenantInfo:
+        limits = self._quotas.limits(tenant)
+        evicted, refused = self._quotas.counts(tenant)
+        return pb.TenantInfo(
+            tenant=tenant,
+            namespaces=len(self._quotas.namespaces(tenant)),
+            cpu_bytes=self._quotas.bytes_of(tenant, "cpu"),
+            redis_bytes=self._quotas.bytes_of(tenant, "redis"),
+            cpu_limit_bytes=limits.cpu_bytes,
+            redis_limit_bytes=limits.redis_bytes,
+            evicted_bytes=evicted,
+            refused_objects=refused,
+            default_mode=self._quotas.mode(tenant),
+        )
+
+    def _object_info(self, record: Record) -> pb.ObjectInfo:
+        idle_s = self._catalog.idle_s(record)
+        return pb.ObjectInfo(
+            kind=pb.Kind.ValueType(record.name.kind),
+            first_token=record.first_token,
+            end_token=record.end_token,
+            size_bytes=record.size,
+            provenance=pb.Provenance.ValueType(record.provenance),
+            tiers=[
+                _TIERS[tier]
+                for tier in get_args(TierName)
+                if (record.in_cpu if tier == "cpu" else record.in_redis)
+            ],
+            pinned=self._catalog.is_kept(record),
+            idle_s=idle_s,
+            prefix_hash=record.name.prefix_hash,
+        )
+
+
+def _by_worth(found: Match, path: Path) -> list[Record]:
+    """What exists of a prefix: keys and values, then states from the last on, then hiddens."""
+    records = [*path.kv, *reversed(found.checkpoints), *path.hidden]
+    return [r for r in records if r.exists and r.first_token < found.matched_tokens]
+
+
+def _namespace(namespace: bytes) -> bytes:
+    if len(namespace) != NAMESPACE_BYTES:
+        raise InvalidRequest(f"namespace has {len(namespace)} bytes, wanted {NAMESPACE_BYTES}")
+    return namespace
+
+
+def _tenant(tenant: bytes, *, or_none: bool = False) -> bytes:
+    if len(tenant) != TENANT_BYTES and not (or_none and not tenant):
+        raise InvalidRequest(f"tenant has {len(tenant)} bytes, wanted a digest of {TENANT_BYTES}")
+    return tenant
+
+
+def _objects(done: Erased) -> int:
+    return sum(count for (_, _, what), count in done.removed.items() if what == "objects")
+
+
+def _removed(done: Erased) -> list[pb.TierBytes]:
+    places = {(tier, kind) for tier, kind, _ in done.removed}
+    return [
+        pb.TierBytes(
+            tier=_TIERS[tier],
+            kind=pb.Kind.ValueType(kind),
+            objects=done.removed[tier, kind, "objects"],
+            bytes=done.removed[tier, kind, "bytes"],
+        )
+        for tier, kind in sorted(places)
+        if done.removed[tier, kind, "objects"]
+    ]

@@ -1,0 +1,179 @@
+"""What operators do where there is a real Redis: it outlives the store, and forgets when told."""
+
+import os
+from contextlib import closing
+
+import grpc
+import pytest
+import redis
+from store_objects import GEOMETRY, Client, Prefix, runs_of
+from waiting import until
+
+from tailreplay.proto import store_pb2 as pb
+from tailreplay.store import serve_in_thread
+from tailreplay.store.header import object_bytes
+from tailreplay.store.namespace import tenant_digest
+from tailreplay.store.objects import Kind
+from tailreplay.store.tokens import to_wire
+
+pytestmark = pytest.mark.redis
+
+MIB = 1 << 20
+KV, HIDDEN, CHECKPOINT = Kind
+BLOCK = object_bytes(GEOMETRY[KV], 256)
+ACME, OTHER = tenant_digest("acme"), tenant_digest("other")
+
+
+def prefix_of(tenant: bytes, ids=range(1000)) -> Prefix:
+    return Prefix(os.urandom(32), ids, tenant=tenant)
+
+
+def info(client: Client, tenant: bytes) -> pb.TenantInfo:
+    return client.admin.ListTenants(pb.ListTenantsRequest(tenant=tenant), timeout=20).tenants[0]
+
+
+def settle(client: Client) -> None:
+    until(lambda: not client.stats().redis_pending_bytes)
+
+
+@pytest.fixture
+def running(redis_server):
+    """Starts stores on one Redis."""
+    with closing(redis.Redis.from_url(redis_server.url)) as raw:
+        yield redis_server, raw
+
+
+def test_use_limits_and_modes_are_true_after_a_restart(running):
+    server, _ = running
+    prefixes = [prefix_of(ACME), prefix_of(ACME), prefix_of(OTHER)]
+    with serve_in_thread(redis_url=server.url) as store, closing(Client(store.address)) as client:
+        for prefix in prefixes:
+            client.put(prefix)
+        client.admin.SetQuota(pb.SetQuotaRequest(tenant=ACME, redis_bytes=100 * MIB))
+        client.admin.SetMode(pb.SetModeRequest(tenant=OTHER, mode="auto"))
+        settle(client)
+        before = info(client, ACME)
+        assert before.redis_bytes == before.cpu_bytes > 0
+        until(lambda: len(store.store.operators.written_owners()) == 3)
+    with serve_in_thread(redis_url=server.url) as store, closing(Client(store.address)) as client:
+        until(lambda: info(client, ACME).HasField("redis_limit_bytes"))
+        after = info(client, ACME)
+        assert (after.redis_bytes, after.cpu_bytes) == (before.redis_bytes, 0)
+        assert after.namespaces == 2
+        assert after.redis_limit_bytes == 100 * MIB
+        assert client.match(prefixes[2]).default_mode == "auto"
+        assert client.match(prefixes[0]).default_mode == ""
+        # A limit that another process has set holds for what was there before.
+        client.admin.SetQuota(pb.SetQuotaRequest(tenant=ACME, redis_bytes=before.redis_bytes // 2))
+        assert 0 < info(client, ACME).redis_bytes <= before.redis_bytes // 2
+        assert info(client, OTHER).redis_bytes == before.redis_bytes // 2
+
+
+def test_a_limit_in_redis_takes_a_tenants_oldest_payload_there_and_leaves_the_pool(running):
+    server, raw = running
+    with serve_in_thread(redis_url=server.url) as store, closing(Client(store.address)) as client:
+        old, new, other = prefix_of(ACME), prefix_of(ACME), prefix_of(OTHER)
+        for prefix in (old, new, other):
+            client.put(prefix, prefix.spans(KV))
+            settle(client)
+        client.admin.SetQuota(pb.SetQuotaRequest(tenant=ACME, redis_bytes=4 * BLOCK))
+        assert info(client, ACME).redis_bytes <= 4 * BLOCK
+        assert info(client, ACME).evicted_bytes >= 3 * BLOCK
+        assert len(raw.keys(f"tailreplay:o:{old.namespace.hex()}|*")) == 0
+        assert len(raw.keys(f"tailreplay:o:{new.namespace.hex()}|*")) == 4
+        assert len(raw.keys(f"tailreplay:o:{other.namespace.hex()}|*")) == 4
+        assert runs_of(client.match(old), KV) == [(0, 1000)]
+        another = prefix_of(ACME)
+        client.put(another, another.spans(KV))
+        settle(client)
+        until(lambda: info(client, ACME).redis_bytes <= 4 * BLOCK)
+
+
+def test_erasing_a_tenant_leaves_no_key_and_a_scan_of_ones_own_agrees(running):
+    server, raw = running
+    with serve_in_thread(redis_url=server.url) as store, closing(Client(store.address)) as client:
+        mine, twin, other = prefix_of(ACME), prefix_of(ACME), prefix_of(OTHER)
+        # A namespace may hold what a pattern of Redis takes for something else.
+        mine.namespace = b"*?[a-z]\\^" + mine.namespace[9:]
+        mine = Prefix(mine.namespace, mine.ids, tenant=ACME)
+        for prefix in (mine, twin, other):
+            assert client.put(prefix).stored == 21
+        settle(client)
+        until(lambda: len(store.store.operators.written_owners()) == 3)
+        keys = [key for key in raw.keys("*") if mine.namespace in key or b"|" in key]
+        assert keys
+        answer = client.admin.Erase(pb.EraseRequest(tenant=ACME), timeout=20)
+        assert answer.has_redis
+        assert (answer.namespaces, answer.cpu_objects_left, answer.redis_keys_left) == (2, 0, 0)
+        assert {(t.tier, t.kind): t.objects for t in answer.removed} == {
+            (tier, kind): 2 * n
+            for tier in (pb.TIER_CPU, pb.TIER_REDIS)
+            for kind, n in ((pb.KIND_KV, 4), (pb.KIND_HIDDEN, 16), (pb.KIND_CHECKPOINT, 1))
+        }
+        for prefix in (mine, twin):
+            marks = (prefix.namespace, prefix.namespace.hex().encode())
+            assert not [key for key in raw.keys("*") if any(mark in key for mark in marks)]
+            assert not raw.hexists("tailreplay:a:owners", prefix.namespace)
+            assert client.match(prefix).matched_tokens == 0
+        assert raw.hexists("tailreplay:a:owners", other.namespace)
+        assert client.match(other).matched_tokens == 1000
+    with serve_in_thread(redis_url=server.url) as store, closing(Client(store.address)) as client:
+        assert [client.match(p).matched_tokens for p in (mine, twin, other)] == [0, 0, 1000]
+
+
+def test_what_another_store_has_written_is_erased_too(running):
+    server, raw = running
+    with (
+        serve_in_thread(redis_url=server.url) as first,
+        serve_in_thread(redis_url=server.url) as second,
+        closing(Client(first.address)) as writer,
+        closing(Client(second.address)) as client,
+    ):
+        prefix = prefix_of(ACME)
+        writer.put(prefix)
+        settle(writer)
+        until(lambda: first.store.operators.written_owners())
+        answer = client.admin.Erase(pb.EraseRequest(tenant=ACME), timeout=20)
+        assert (answer.namespaces, answer.redis_keys_left) == (1, 0)
+        assert answer.redis_keys_deleted > 21
+        assert not [key for key in raw.keys("*") if prefix.namespace in key]
+
+
+def test_without_redis_there_is_no_proof_and_the_pool_is_cleared(running):
+    server, _ = running
+    with (
+        serve_in_thread(redis_url=server.url, redis_timeout_s=0.5) as store,
+        closing(Client(store.address)) as client,
+    ):
+        prefix = prefix_of(ACME)
+        client.put(prefix)
+        settle(client)
+        until(lambda: store.store.operators.written_owners())
+        server.kill()
+        with pytest.raises(grpc.RpcError) as caught:
+            client.admin.Clear(pb.ClearRequest(tenant=ACME), timeout=20)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "the CPU tier was cleared, Redis was not" in caught.value.details()
+        assert client.match(prefix).matched_tokens == 0
+        with pytest.raises(grpc.RpcError) as caught:
+            client.admin.SetQuota(pb.SetQuotaRequest(tenant=ACME, cpu_bytes=1), timeout=20)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert not info(client, ACME).HasField("cpu_limit_bytes")
+
+
+def test_a_pin_brings_what_is_in_redis_alone(running):
+    server, _ = running
+    with serve_in_thread(redis_url=server.url) as store, closing(Client(store.address)) as client:
+        prefix = prefix_of(ACME)
+        client.put(prefix)
+        settle(client)
+        store.store.catalog.make_room(store.store.tiers.pool_bytes)
+        assert {r.tier for r in client.match(prefix).runs} == {pb.TIER_REDIS}
+        request = pb.PinRequest(
+            namespace=prefix.namespace, tokens=to_wire(prefix.tokens), seconds=60
+        )
+        made = client.admin.Pin(request, timeout=20)
+        assert (made.objects, made.left_out_bytes) == (21, 0)
+        assert {r.tier for r in client.match(prefix).runs} == {pb.TIER_CPU}
+        store.store.catalog.make_room(store.store.tiers.pool_bytes)
+        assert {r.tier for r in client.match(prefix).runs} == {pb.TIER_CPU}
