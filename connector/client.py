@@ -204,15 +204,23 @@ class StoreClient:
         objects: Iterable[ObjectBytes],
         *,
         timeout_s: float,
+        tenant: bytes = b"",
     ) -> pb.PutResponse:
         """Stores objects of one prefix; returns once they are in the store's memory.
+
+        Args:
+            namespace: 32 bytes.
+            tokens: the whole prefix that the objects belong to.
+            objects: what to store.
+            timeout_s: deadline.
+            tenant: digest of the tenant whose namespace it is, for quotas and erasure.
 
         Raises:
             StoreUnavailable: it is absent or slow, or the breaker is open.
             InvalidRequest, GeometryMismatch, IntegrityError, LimitExceeded: it refuses an object.
         """
         self._check(self._breaker)
-        begin = pb.PutBegin(namespace=namespace, tokens=to_wire(tokens))
+        begin = pb.PutBegin(namespace=namespace, tokens=to_wire(tokens), tenant=tenant)
         offered = list(objects)
         answer = self._lanes.put(begin, offered, timeout_s)
         if answer is not None:

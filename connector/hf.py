@@ -37,7 +37,7 @@ from tailreplay.replay.tail_error import span_tails
 from tailreplay.store.chain import PrefixChain
 from tailreplay.store.errors import InvalidRequest, StoreUnavailable, TailReplayError
 from tailreplay.store.header import Header, build_object, object_bytes
-from tailreplay.store.namespace import NamespaceFields
+from tailreplay.store.namespace import NamespaceFields, tenant_digest
 from tailreplay.store.objects import Kind, ObjectName
 from tailreplay.store.tokens import extended_tokens
 
@@ -124,6 +124,7 @@ class HybridEngine:
             tenant_salt=tenant,
             kv_dtype=str(self._model.dtype),
         ).digest()
+        self._tenant = tenant_digest(tenant)
         self._busy = threading.Lock()
         self._putter = ThreadPoolExecutor(1, thread_name_prefix="tailreplay-put")
         # Guarded by _busy: whether it is closed, and write-backs that have not ended.
@@ -195,6 +196,7 @@ class HybridEngine:
         ids = torch.as_tensor(tokens.astype("int64"), device=self._model.device)
         run = PromptRun(self._model, self._codec, ids, policy.prefill_chunk_tokens, report)
         stored = self._match(prompt)
+        policy = prompt.policy
         plan = plan_fetch(stored, len(tokens), policy, self._shape)
         report.planned(plan)
         outcome = self._run(run, plan, stored, prompt)
@@ -221,6 +223,7 @@ class HybridEngine:
             return NOTHING
         report.round_trip()
         report.event("matched")
+        prompt.policy = prompt.policy.with_default_mode(answer.default_mode)
         return stored_prefix(answer)
 
     def _run(
@@ -282,7 +285,9 @@ class HybridEngine:
         objects = self._objects(done, outcome.stored, prompt)
         timeout_s = prompt.policy.put_timeout_s
         try:
-            self._client.put(self.namespace, prompt.tokens, objects, timeout_s=timeout_s)
+            self._client.put(
+                self.namespace, prompt.tokens, objects, timeout_s=timeout_s, tenant=self._tenant
+            )
         except StoreUnavailable as error:
             logger.debug("a prompt was not stored: %s", error)
         except TailReplayError as error:
@@ -360,9 +365,12 @@ class HybridEngine:
         return tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Prompt:
-    """A request's prompt and what goes with it everywhere."""
+    """A request's prompt and what goes with it everywhere.
+
+    The policy's mode is the store's once that has answered, if nobody else has said one.
+    """
 
     tokens: ExtendedTokens
     chain: PrefixChain

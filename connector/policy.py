@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -45,3 +45,13 @@ class CachePolicy(BaseModel):
         float, Field(gt=0, description="longest pause in a load before it is given up, s")
     ] = 2.0
     put_timeout_s: Annotated[float, Field(gt=0, description="deadline of one write-back, s")] = 60.0
+
+    def with_default_mode(self, mode: str) -> Self:
+        """The same policy in a mode that an operator set, if nobody has said one in it.
+
+        Args:
+            mode: what the store says; empty, or one that is not known here, changes nothing.
+        """
+        if "mode" in self.model_fields_set or mode not in get_args(Mode):
+            return self
+        return self.model_copy(update={"mode": mode})

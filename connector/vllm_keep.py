@@ -64,12 +64,16 @@ class Keeper:
         client: the store.
         codec: payloads of the whole model.
         put_timeout_s: deadline of one write-back.
+        tenant: digest of the tenant whose objects they are.
     """
 
-    def __init__(self, client: StoreClient, codec: PayloadCodec, put_timeout_s: float) -> None:
+    def __init__(
+        self, client: StoreClient, codec: PayloadCodec, put_timeout_s: float, tenant: bytes = b""
+    ) -> None:
         self._client = client
         self._codec = codec
         self._put_timeout_s = put_timeout_s
+        self._tenant = tenant
         # Touched by the main thread only.
         self._kept: dict[str, _Kept] = {}
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="tailreplay-put")
@@ -174,6 +178,7 @@ class Keeper:
                 tokens,
                 self._objects(sent, chain),
                 timeout_s=self._put_timeout_s,
+                tenant=self._tenant,
             )
         except StoreUnavailable as error:
             logger.debug("a prompt was not stored: %s", error)

@@ -25,6 +25,7 @@ from tailreplay.connector.vllm_load import RankLoad
 from tailreplay.connector.vllm_meta import IDLE_S, StepOps, WorkerNews
 from tailreplay.connector.vllm_model import Shard, VllmModel
 from tailreplay.connector.vllm_prefill import Piece, Prefiller
+from tailreplay.store.namespace import tenant_digest
 from tailreplay.store.objects import KV_BLOCK_TOKENS
 
 if TYPE_CHECKING:
@@ -85,7 +86,12 @@ class WorkerSide:
             credentials=self._settings.credentials,
         )
         self._keeper = (
-            Keeper(self._client, self._whole, self._settings.put_timeout_s)
+            Keeper(
+                self._client,
+                self._whole,
+                self._settings.put_timeout_s,
+                tenant_digest(self._settings.tenant),
+            )
             if shard.rank == 0
             else None
         )
