@@ -268,8 +268,11 @@ class Lane:
         if not shared or sock.family != socket.AF_UNIX:
             return False
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-        user = _PEER_CREDENTIALS.unpack(credentials)[1]
-        return user in (0, os.getuid(), *self._store.config.share_memory_uids)
+        _, user, group = _PEER_CREDENTIALS.unpack(credentials)
+        config = self._store.config
+        if group == config.access_gid:
+            return True
+        return user in (0, os.getuid(), *config.share_memory_uids)
 
     def _fetch(
         self, sock: socket.socket, request: pb.FetchRequest, placed: bool, caller: Principal

@@ -308,9 +308,7 @@ def _check_ranges(ranges: Sequence[pb.Range]) -> None:
             )
 
 
-def _used(
-    path: Path, ranges: Sequence[pb.Range], asked: Mapping[ObjectName, Record]
-) -> list[Record]:
+def _used(path: Path, ranges: Sequence[pb.Range], asked: dict[ObjectName, Record]) -> list[Record]:
     """What a fetch has used: all it has come to, and the keys and values before that."""
     used = dict(asked)
     end = max((r.end_token for r in ranges if r.kind == pb.KIND_KV), default=0)

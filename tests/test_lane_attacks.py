@@ -7,10 +7,13 @@ import threading
 import time
 import tracemalloc
 from contextlib import closing, contextmanager
+from functools import partial
 
+import lane_objects
 import pytest
+from lane_objects import WAIT_S
 from store_objects import Prefix, span_range
-from test_lane import PREFIX, SPANS, WAIT_S, address, fetch, objects, put, rows_of, serving
+from test_lane import PREFIX, SPANS, address, fetch, put, rows_of, serving
 from waiting import Clock, until
 
 from tailreplay.proto import store_pb2 as pb
@@ -35,6 +38,8 @@ from tailreplay.store.objects import Kind
 from tailreplay.store.tokens import to_wire
 
 __all__ = ["address"]
+
+objects = partial(lane_objects.objects, PREFIX)
 
 
 def where(server):
