@@ -14,6 +14,9 @@ does not exist. The hash lives shorter than the payloads, so that what it names 
 Every value ends with a seal over the key, the field and itself, so that a manifest that is damaged
 or lies under another's key is a miss. No token ids and no salts are in it: a namespace is a digest,
 tokens are running digests.
+
+A block with a `kv` object is also a member of the sorted set of its parent's children, under the
+parent's key and a `z`, by which other stores find it (`shared_index.py`).
 """
 
 from __future__ import annotations
@@ -57,6 +60,7 @@ _ENTRY = struct.Struct("<QB")
 _STATE = struct.Struct("<32s8s")
 _SCAN_COUNT = 1000
 _SEAL_BYTES = 8
+_NAMES_BYTES = 64
 _PAGE_BYTES = PAGE_TOKENS * DIGEST_BYTES
 _MAX_PAGES = KV_BLOCK_TOKENS // PAGE_TOKENS
 _MAX_OBJECT_BYTES = 1 << 40
@@ -114,6 +118,39 @@ def entry_of(record: Record) -> Entry:
     return Entry(field, size, provenance, record.name.prefix_hash, record.digest)
 
 
+def connected(url: str, timeout_s: float) -> redis.Redis:
+    """A client that makes one attempt per call; the store decides what a failure means."""
+    return redis.Redis.from_url(
+        url,
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
+        retry=Retry(NoBackoff(), 0),
+    )
+
+
+def manifest_key(key_prefix: str, namespace: bytes, prefix_hash: bytes) -> bytes:
+    """Key of a block's manifest."""
+    return key_prefix.encode() + b"m:" + namespace + prefix_hash
+
+
+def children_key(parent_key: bytes) -> bytes:
+    """Key of the sorted set of a block's children, from that of its manifest."""
+    return parent_key + b"z"
+
+
+def parsed_manifest(
+    key: bytes, names: bytes, fields: dict[bytes, bytes]
+) -> tuple[Block, list[Entry]] | None:
+    """A manifest as Redis gives it; None when it is absent or damaged, which makes it a miss.
+
+    Args:
+        key: its whole key.
+        names: namespace and prefix hash of its block.
+        fields: of the hash.
+    """
+    return _unpack(names, _unsealed(key, fields))
+
+
 class Manifests:
     """Reads and writes manifests. Thread-safe; every call is bounded by the socket timeout.
 
@@ -125,13 +162,7 @@ class Manifests:
     """
 
     def __init__(self, url: str, key_prefix: str, ttl_s: float, timeout_s: float) -> None:
-        # One attempt per call: the store decides what a failure means, not the client library.
-        self._redis = redis.Redis.from_url(
-            url,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 0),
-        )
+        self._redis = connected(url, timeout_s)
         self._prefix = key_prefix.encode() + b"m:"
         self._ttl_ms = int(ttl_s * 1000)
         # Guarded by _lock: whether the last call failed.
@@ -150,6 +181,10 @@ class Manifests:
             fields = {"b": _pack_block(block), entry.field: _pack_entry(entry)}
             pipe.hset(key, mapping={f: v + seal(key, f.encode(), v) for f, v in fields.items()})
             pipe.pexpire(key, self._ttl_ms)
+            if entry.kind is Kind.KV:
+                siblings = children_key(self._key(block.namespace, block.parent_hash))
+                pipe.zadd(siblings, {block.digests + block.prefix_hash: 0})
+                pipe.pexpire(siblings, self._ttl_ms)
         self._run(pipe.execute)
 
     def forget(self, entries: Iterable[tuple[bytes, bytes, str]]) -> None:
@@ -182,7 +217,8 @@ class Manifests:
     def _scan(self) -> Iterator[tuple[Block, list[Entry]]]:
         keys: list[bytes] = []
         for key in self._redis.scan_iter(match=self._prefix + b"*", count=_SCAN_COUNT):
-            keys.append(key)
+            if len(key) == len(self._prefix) + _NAMES_BYTES:  # others are sets of children
+                keys.append(key)
             if len(keys) == _SCAN_COUNT:
                 yield from self._read(keys)
                 keys = []
@@ -196,7 +232,7 @@ class Manifests:
         for key, fields in zip(keys, pipe.execute(raise_on_error=False), strict=True):
             if not isinstance(fields, dict):
                 continue
-            manifest = _unpack(key[len(self._prefix) :], _unsealed(key, fields))
+            manifest = parsed_manifest(key, key[len(self._prefix) :], fields)
             if manifest is not None:
                 yield manifest
 
@@ -254,7 +290,7 @@ def _unpack(names: bytes, fields: dict[bytes, bytes]) -> tuple[Block, list[Entry
         hashes = tuple(fields[b"b"][i : i + 32] for i in range(_BLOCK.size, at, 32))
         block = Block(names[:32], names[32:], parent, first, fields[b"b"][at:], hashes)
         whole = len(block.digests) % DIGEST_BYTES == 0
-        if len(names) != 64 or pages > _MAX_PAGES or not whole:
+        if len(names) != _NAMES_BYTES or pages > _MAX_PAGES or not whole:
             return None
         if pages != -(-len(block.digests) // _PAGE_BYTES):
             return None

@@ -98,6 +98,16 @@ def test_a_manifest_is_byte_for_byte_the_golden_one(manifests, raw):
     assert fields[b"k"].hex() == "e803000000000000" + "01" + GOLDEN_SEALS["k"]
 
 
+def test_a_block_with_keys_and_values_is_among_its_parents_children(manifests, raw):
+    manifests.commit(ENTRIES)
+    children = key_of(ROOT) + b"z"
+    assert raw.zrange(children, 0, -1, withscores=True) == [
+        (FIRST.digests + FIRST.prefix_hash, 0.0)
+    ]
+    assert 0 < raw.pttl(children) <= 60_000
+    assert not raw.exists(key_of(FIRST) + b"z"), "of its child only a hidden page is there"
+
+
 def test_what_was_forgotten_is_gone_and_the_rest_stays(manifests):
     manifests.commit(ENTRIES)
     manifests.forget(
