@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tailreplay.store.index import Block, Match, Node
     from tailreplay.store.prompt import Prompt
     from tailreplay.store.quota import Limits, TierName
+    from tailreplay.store.shared_index import Beyond, SharedIndex
     from tailreplay.store.tiers import Tiers
 
 logger = logging.getLogger(__name__)
@@ -74,11 +75,23 @@ class Catalog:
         """Names the tiers to evict from; they need this catalog's callbacks when they are made."""
         self._tiers = tiers
 
-    def match(self, prompt: Prompt) -> Match:
-        """Longest stored prefix; counts it."""
+    def match(self, prompt: Prompt, shared: SharedIndex | None = None) -> Match:
+        """Longest stored prefix; counts it.
+
+        Args:
+            prompt: what is looked for.
+            shared: who is asked for what lies beyond the keys and values that are known here.
+        """
         queried = len(prompt)
         with self._lock:
             found = self._index.match(prompt)
+        known = found.kv_tokens
+        if shared is not None and known < queried:
+            at = known // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
+            beyond = shared.beyond(prompt, at, known - at)
+            if beyond is not None:
+                found = self._learn(prompt, beyond)
+        with self._lock:
             self._counts["lookups"] += 1
             self._counts["hits" if found.matched_tokens else "misses"] += 1
             self._counts["queried_tokens"] += queried
@@ -461,13 +474,29 @@ class Catalog:
                     del self._pending[name]
                     self._place(pending.record, in_redis=True)
 
+    def _learn(self, prompt: Prompt, beyond: Beyond) -> Match:
+        """Lists what Redis has of a prompt, and matches it again; takes the lock."""
+        with self._lock:
+            node = self._index.insert(prompt, beyond.at_token)
+            self._list_entries(prompt.namespace, node, beyond.states)
+            for found in beyond.whole:
+                node = self._index.insert(prompt, node.end_token + KV_BLOCK_TOKENS)
+                self._list_entries(prompt.namespace, node, found.entries)
+            if beyond.last is not None:
+                self._restore_block(beyond.last.block, beyond.last.entries)
+            return self._index.match(prompt)
+
     def _restore_block(self, block: Block, entries: Sequence[Entry]) -> int:
         node = self._index.restore(block)
         if node is None:
             return 0
+        return self._list_entries(block.namespace, node, entries)
+
+    def _list_entries(self, namespace: bytes, node: Node, entries: Sequence[Entry]) -> int:
+        """Notes what a block's manifest says is in Redis; returns how much of it is new."""
         listed = 0
         for entry in entries:
-            record = self._restored_record(block, node, entry)
+            record = self._listed_record(namespace, node, entry)
             if record is not None and not record.exists:
                 record.size, record.provenance = entry.size, entry.provenance
                 record.tail_figures = entry.tail_figures
@@ -475,13 +504,13 @@ class Catalog:
                 listed += 1
         return listed
 
-    def _restored_record(self, block: Block, node: Node, entry: Entry) -> Record | None:
+    def _listed_record(self, namespace: bytes, node: Node, entry: Entry) -> Record | None:
         if entry.kind is Kind.KV:
             return node.kv
         if entry.kind is Kind.HIDDEN:
             hidden = node.hidden
             return hidden[entry.page] if entry.page < len(hidden) else None
-        name = ObjectName(block.namespace, Kind.CHECKPOINT, entry.state_hash)
+        name = ObjectName(namespace, Kind.CHECKPOINT, entry.state_hash)
         return self._index.checkpoint(node, name, entry.end_token, entry.state_digest)
 
 

@@ -29,25 +29,28 @@ DIGEST_BYTES = 8
 """Bytes of one running digest."""
 
 _CHAIN_KEY = blake3(b"tailreplay prefix chain v1").digest()
+_PAGE_BYTES = PAGE_TOKENS * 8
 _DIGEST_CONTEXT = "tailreplay running digest key v1"
 
 
 class PrefixChain:
-    """Hashes of every prefix of one token sequence.
+    """Hashes of every prefix of one token sequence, each worked out when first asked for.
 
-    Attributes:
-        pages: hash after each whole page, 32 bytes each; pages[i] covers 64 * (i + 1) tokens.
+    Not thread-safe.
     """
 
     def __init__(self, namespace: bytes, tokens: ExtendedTokens) -> None:
         self._data = tokens.astype("<u8").tobytes()
-        self._root = blake3(namespace, key=_CHAIN_KEY).digest()
-        self.pages: list[bytes] = []
-        step = PAGE_TOKENS * 8
-        previous = self._root
-        for at in range(0, len(self._data) - step + 1, step):
-            previous = blake3(previous + self._data[at : at + step], key=_CHAIN_KEY).digest()
-            self.pages.append(previous)
+        self._pages = {0: blake3(namespace, key=_CHAIN_KEY).digest()}
+
+    @property
+    def pages(self) -> list[bytes]:
+        """Hash after each whole page, 32 bytes each; pages[i] covers 64 * (i + 1) tokens."""
+        return [self._page(page) for page in range(1, len(self._data) // _PAGE_BYTES + 1)]
+
+    def know(self, end_token: int, prefix_hash: bytes) -> None:
+        """Takes the hash of a prefix of whole pages from somebody who knows it."""
+        self._pages[end_token // PAGE_TOKENS] = prefix_hash
 
     def prefix_hash(self, end_token: int) -> bytes:
         """Hash of the first `end_token` tokens, 32 bytes; the root hash for 0.
@@ -58,11 +61,23 @@ class PrefixChain:
         if not 0 <= end_token * 8 <= len(self._data):
             raise ValueError(f"end_token is {end_token}, wanted 0 to {len(self._data) // 8} tokens")
         whole, rest = divmod(end_token, PAGE_TOKENS)
-        previous = self.pages[whole - 1] if whole else self._root
+        previous = self._page(whole)
         if not rest:
             return previous
         part = self._data[whole * PAGE_TOKENS * 8 : end_token * 8]
         return blake3(previous + part, key=_CHAIN_KEY).digest()
+
+    def _page(self, page: int) -> bytes:
+        """Hash after so many whole pages."""
+        known = page
+        while known not in self._pages:
+            known -= 1
+        previous = self._pages[known]
+        for at in range(known, page):
+            tokens = self._data[at * _PAGE_BYTES : (at + 1) * _PAGE_BYTES]
+            previous = blake3(previous + tokens, key=_CHAIN_KEY).digest()
+            self._pages[at + 1] = previous
+        return previous
 
 
 def digest_key(namespace: bytes, secret: bytes = b"") -> bytes:

@@ -96,6 +96,12 @@ class StoreConfig(BaseSettings):
             gt=0, lt=PAYLOAD_TTL_S, description="life of a manifest in Redis, s; below payload's"
         ),
     ] = 23 * 3600.0
+    shared_index_timeout_s: Annotated[
+        float,
+        Field(
+            ge=0, le=0.2, description="longest a lookup asks Redis what others stored, s; 0 = no"
+        ),
+    ] = 0.1
     fetch_window_bytes: Annotated[
         int, Field(ge=MIB, description="bytes of objects that one Fetch pins at a time")
     ] = 8 * MIB

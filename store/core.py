@@ -26,6 +26,7 @@ from tailreplay.store.operators import Operators
 from tailreplay.store.pool import Pool, SharedMemory
 from tailreplay.store.prompt import Prompt
 from tailreplay.store.reader import Frame, Reader
+from tailreplay.store.shared_index import SharedIndex
 from tailreplay.store.tiers import Tiers
 from tailreplay.store.urgent_gate import UrgentGate
 from tailreplay.store.writer import PutSession, Writer
@@ -67,6 +68,7 @@ class Store:
         self.leases = Leases(config.stall_limit_s, clock)
         self._puts = Leases(config.put_stall_limit_s, clock)
         self.manifests = _manifests(config)
+        self._shared = _shared_index(config, clock)
         self.catalog = Catalog(self.manifests)
         self.tiers = Tiers(
             Pool(
@@ -117,9 +119,8 @@ class Store:
         """
         namespace = _scoped(request.namespace, caller)
         tokens = wire_tokens.from_wire(request.tokens)
-        found = self.catalog.match(
-            Prompt(namespace, tokens, digest_key(namespace), request.namespace)
-        )
+        prompt = Prompt(namespace, tokens, digest_key(namespace), request.namespace)
+        found = self.catalog.match(prompt, self._shared)
         return pb.MatchResponse(
             matched_tokens=found.matched_tokens,
             leaf=found.leaf,
@@ -276,6 +277,8 @@ class Store:
             self.manifests.close()
         if self._ledger is not None:
             self._ledger.close()
+        if self._shared is not None:
+            self._shared.close()
 
     def _restore(self) -> bool:
         try:
@@ -327,6 +330,12 @@ def _ledger(config: StoreConfig) -> Ledger | None:
     if config.redis_url is None:
         return None
     return Ledger(config.redis_url, config.redis_prefix, config.redis_timeout_s)
+
+
+def _shared_index(config: StoreConfig, clock: Callable[[], float]) -> SharedIndex | None:
+    if config.redis_url is None or not config.shared_index_timeout_s:
+        return None
+    return SharedIndex(config.redis_url, config.redis_prefix, config.shared_index_timeout_s, clock)
 
 
 def _identity(listen: str) -> str:

@@ -141,6 +141,15 @@ class Match:
     runs: tuple[Run, ...] = ()
 
     @property
+    def kv_tokens(self) -> int:
+        """Leading tokens whose keys and values exist."""
+        end = 0
+        for run in self.runs:
+            if run.kind is Kind.KV and run.first_token == end:
+                end = run.end_token
+        return end
+
+    @property
     def path(self) -> list[Node]:
         """The blocks; to be used under the store's lock alone."""
         return [Node(self.index, row) for row in self.rows]

@@ -24,7 +24,7 @@ _PUT_PAUSE_S = 0.25
 def match_p99_ms(quick: bool) -> Field:
     """Match of a 128K-token prompt while a writer makes the store evict; two indexes."""
     blocks, siblings = (50_000, 20_000) if quick else (1_000_000, 100_000)
-    calls = 60 if quick else 300
+    calls = 200 if quick else 1500
     deep = _lookups({"blocks": blocks, "siblings": 0}, calls)
     wide = _lookups({"blocks": 0, "siblings": siblings}, calls)
     value = max(deep["p99_ms"], wide["p99_ms"])

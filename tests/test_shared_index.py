@@ -1,0 +1,253 @@
+"""Two stores on one Redis: each sees what the other stored, at any token, without a scan."""
+
+import os
+import time
+from contextlib import closing
+
+import pytest
+import redis
+from redis_server import RedisServer
+from store_objects import Client, Prefix, runs_of, span_range
+from waiting import Clock, until
+
+from tailreplay.proto import store_pb2 as pb
+from tailreplay.store import serve_in_thread
+from tailreplay.store.chain import common_tokens
+from tailreplay.store.manifest import children_key, manifest_key
+from tailreplay.store.objects import Kind
+from tailreplay.store.shared_index import SharedIndex
+
+pytestmark = pytest.mark.redis
+
+MIB = 1 << 20
+BASE = list(range(1000))
+KV, HIDDEN, CHECKPOINT = Kind
+
+
+@pytest.fixture(scope="module")
+def server():
+    with closing(RedisServer()) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def raw(server):
+    with closing(redis.Redis.from_url(server.url)) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def stores(server):
+    settings = {"redis_url": server.url, "pool_bytes": 16 * MIB}
+    with (
+        serve_in_thread(**settings) as a,
+        serve_in_thread(**settings) as b,
+        closing(Client(a.address)) as to_a,
+        closing(Client(b.address)) as to_b,
+    ):
+        yield (a.store, to_a), (b.store, to_b)
+
+
+@pytest.fixture
+def a(stores):
+    return stores[0][1]
+
+
+@pytest.fixture
+def b(stores):
+    return stores[1][1]
+
+
+@pytest.fixture
+def space():
+    return os.urandom(32)
+
+
+@pytest.fixture
+def shared(server):
+    with closing(SharedIndex(server.url, "tailreplay:", 5.0)) as index:
+        yield index
+
+
+def put(client: Client, prefix: Prefix, *kinds: Kind) -> None:
+    """Stores a prefix, and waits until its manifests are in Redis."""
+    assert client.put(prefix, prefix.spans(*kinds)).dropped == 0
+    until(lambda: client.stats().redis_pending_bytes == 0)
+
+
+def branch(ids, at: int) -> list[int]:
+    return [*ids[:at], ids[at] + 1_000_000, 7, 8, 9]
+
+
+def key(prefix: Prefix, end: int) -> bytes:
+    return manifest_key("tailreplay:", prefix.namespace, prefix.chain.prefix_hash(end))
+
+
+@pytest.mark.parametrize("m", [1, 63, 255, 256, 257, 512, 777, 999])
+def test_a_store_matches_at_any_token_what_another_stored(a, b, space, m):
+    prefix = Prefix(space, BASE)
+    put(a, prefix, KV, HIDDEN)
+    other = Prefix(space, branch(BASE, m))
+    found = b.match(other)
+    assert found.matched_tokens == m
+    assert {run.tier for run in found.runs} == {pb.TIER_REDIS}
+    fetched = b.fetch(other, span_range(KV, 0, m), span_range(HIDDEN, 0, m), leaf=found.leaf)
+    assert fetched.rows == {0: other.rows(KV, 0, m), 1: other.rows(HIDDEN, 0, m)}
+
+
+def test_a_store_sees_within_a_second_what_it_asked_for_in_vain(a, b, space):
+    prefix = Prefix(space, BASE)
+    assert b.match(prefix).matched_tokens == 0
+    put(a, prefix)
+    started_s = time.monotonic()
+    until(lambda: b.match(prefix).matched_tokens == 1000)
+    assert time.monotonic() - started_s < 1
+    found = b.match(prefix)
+    assert runs_of(found, KV) == runs_of(found, HIDDEN) == [(0, 1000)]
+    assert [c.token for c in found.checkpoints] == [1000]
+
+
+def test_what_two_stores_have_of_one_conversation_adds_up(a, b, space):
+    """The second turn is stored by another store than the first, and asked of the first again."""
+    first, second = Prefix(space, BASE[:300]), Prefix(space, [*BASE[:300], *range(5000, 5600)])
+    put(a, first, KV, HIDDEN)
+    assert b.match(second).matched_tokens == 300
+    put(b, second, KV, HIDDEN)
+    found = a.match(Prefix(space, [*second.ids, 1]))
+    for kind in (KV, HIDDEN):
+        runs = runs_of(found, kind)
+        assert [runs[0][0], runs[-1][1]] == [0, 900]
+        assert [end for _, end in runs[:-1]] == [first for first, _ in runs[1:]]
+
+
+def test_a_state_that_another_store_kept_inside_a_known_block_is_found(a, b, space):
+    prefix = Prefix(space, BASE[:700])
+    put(a, prefix, KV)
+    put(b, prefix, CHECKPOINT)
+    other = Prefix(space, [*BASE[:700], 5])
+    assert [c.token for c in a.match(other).checkpoints] == [700]
+
+
+def test_the_sibling_that_shares_most_is_found_among_many(a, b, space):
+    """Neighbours in Redis' order of bytes, whatever digests come out."""
+    for m in range(0, 250, 10):
+        put(a, Prefix(space, branch(BASE, m)), KV)
+    for m in (1, 9, 10, 11, 95, 129, 239, 245):
+        wanted = Prefix(space, [*BASE[:m], 3_000_000])
+        assert b.match(wanted).matched_tokens == min(m, 240)
+
+
+def test_another_namespace_sees_nothing(a, b, space):
+    put(a, Prefix(space, BASE), KV)
+    assert b.match(Prefix(os.urandom(32), BASE)).matched_tokens == 0
+
+
+def test_what_a_killed_store_left_is_found(server, space):
+    prefix = Prefix(space, BASE)
+    settings = {"redis_url": server.url, "pool_bytes": 4 * MIB}
+    with serve_in_thread(**settings) as survivor, closing(Client(survivor.address)) as client:
+        with serve_in_thread(**settings) as killed, closing(Client(killed.address)) as writer:
+            put(writer, prefix)
+        other = Prefix(space, branch(BASE, 777))
+        assert client.match(other).matched_tokens == 777
+        assert client.fetch(other, span_range(KV, 0, 777)).rows == {0: other.rows(KV, 0, 777)}
+
+
+def test_a_member_without_its_manifest_is_a_counted_miss_and_goes(a, b, raw, shared, space):
+    gone, kept = Prefix(space, BASE[:256]), Prefix(space, branch(BASE, 100))
+    for prefix in (gone, kept):
+        put(a, prefix, KV)
+    raw.delete(key(gone, 256))
+    children = children_key(key(gone, 0))
+    assert raw.zcard(children) == 2
+    wanted = Prefix(space, [*BASE[:200], 5])
+    beyond = shared.beyond(wanted.prompt, 0, 0)
+    assert beyond.last.block.prefix_hash == kept.chain.prefix_hash(len(kept))
+    assert shared.figures()["stale_members"] == 1
+    assert raw.zcard(children) == 1
+    assert b.match(wanted).matched_tokens == 100
+
+
+def test_a_member_whose_manifest_says_something_else_counts_for_nothing(a, raw, shared, space):
+    prefix = Prefix(space, BASE[:256])
+    put(a, prefix, KV)
+    children = children_key(key(prefix, 0))
+    (member,) = raw.zrange(children, 0, -1)
+    longer = Prefix(space, branch(BASE, 100))
+    forged = longer.digests[: 8 * 103] + member[-32:]  # another prefix's digests, this one's name
+    raw.zadd(children, {forged: 0})
+    beyond = shared.beyond(longer.prompt, 0, 0)
+    assert common_tokens(beyond.last.block.digests, longer.digests) == 100
+    assert raw.zrange(children, 0, -1) == [member]
+
+
+def test_keys_and_values_that_were_lost_are_not_offered(stores, a, b, space):
+    (store, _), _ = stores
+    prefix = Prefix(space, BASE[:512])
+    put(a, prefix, KV)
+    store.catalog.lost(store.catalog.record(prefix.name(KV, 512)))
+    assert runs_of(b.match(prefix), KV) == [(0, 256)]
+
+
+def test_the_set_of_children_lives_as_long_as_the_manifests(a, raw, space):
+    prefix = Prefix(space, BASE[:300])
+    put(a, prefix, KV)
+    for end in (0, 256):
+        assert 0 < raw.pttl(children_key(key(prefix, end))) <= 23 * 3600 * 1000
+
+
+def test_redis_holds_no_token_ids_of_children(a, raw, space):
+    prefix = Prefix(space, BASE[:256])
+    put(a, prefix, KV)
+    (member,) = raw.zrange(children_key(key(prefix, 0)), 0, -1)
+    assert member == prefix.digests + prefix.chain.prefix_hash(256)
+
+
+def test_a_question_is_asked_again_only_after_a_while(server, raw, space):
+    clock, prompt = Clock(), Prefix(space, BASE).prompt
+    with closing(SharedIndex(server.url, "tailreplay:", 5.0, clock)) as shared:
+        for now_s, asked in ((0.0, 1), (0.29, 1), (0.31, 2), (0.4, 2)):
+            clock.now_s = now_s
+            assert shared.beyond(prompt, 0, 0) is None
+            assert shared.figures()["shared_lookups"] == asked
+
+
+def test_a_redis_that_fails_is_left_alone_for_a_second(space):
+    clock, prefixes = Clock(), [Prefix(space, [i]).prompt for i in range(4)]
+    with closing(SharedIndex("unix:///nowhere/redis.sock", "t:", 0.1, clock)) as shared:
+        for prompt, now_s, failed in zip(prefixes, (0.0, 0.1, 0.9, 1.1), (1, 1, 1, 2), strict=True):
+            clock.now_s = now_s
+            assert shared.beyond(prompt, 0, 0) is None
+            assert shared.figures() == {"shared_failures": failed}
+
+
+def test_a_frozen_redis_costs_a_lookup_its_timeout_once(start_redis):
+    server = start_redis()
+    settings = {"redis_url": server.url, "pool_bytes": 4 * MIB, "shared_index_timeout_s": 0.05}
+    with serve_in_thread(**settings) as store, closing(Client(store.address)) as client:
+        prefix = Prefix(os.urandom(32), BASE)
+        client.match(prefix)
+        server.pause()
+        took_s = []
+        for i in range(4):
+            started_s = time.monotonic()
+            assert client.match(Prefix(prefix.namespace, [i])).matched_tokens == 0
+            took_s.append(time.monotonic() - started_s)
+        server.resume()
+        assert took_s[0] > 0.04
+        assert sorted(took_s)[2] < 0.04, "one in a second waits"
+
+
+def test_a_lookup_of_a_long_prompt_asks_a_few_times(a, b, server, space):
+    """Whole blocks come several at a time: round trips grow with the logarithm of the length."""
+    prefix = Prefix(space, range(64 * 256))
+    put(a, prefix, KV)
+    with closing(SharedIndex(server.url, "tailreplay:", 5.0)) as shared:
+        trips = []
+        client = shared._redis
+        execute = client.connection_pool.get_connection
+        client.connection_pool.get_connection = lambda *names: trips.append(1) or execute(*names)
+        beyond = shared.beyond(prefix.prompt, 0, 0)
+    assert len(beyond.whole) == 64
+    assert len(trips) <= 4
+    assert b.match(prefix).matched_tokens == len(prefix)
