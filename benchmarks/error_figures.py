@@ -1,11 +1,10 @@
-"""How long a tail an error budget asks for, and how well its figures tell the error beforehand.
+"""How well the tails that a store's figures ask for keep their error budget.
 
     python -P benchmarks/error_figures.py
-    python -P benchmarks/error_figures.py --block 16 --samples 8
+    python -P benchmarks/error_figures.py --samples 2
 
-Per block of tokens, linear layer and head two figures are noted in prefill: the sum of the log
-decays, and the norm of the state. From them alone the error of a state that is rebuilt from its
-last k tokens is predicted, k(eps) is chosen, and held against replays of every length.
+An engine prefills a prefix and stores it; the figures for a boundary inside are those that Match
+gives for it. Then every tail is replayed, group by group, and held against them.
 """
 
 import argparse
@@ -20,179 +19,177 @@ sys.path.append(str(Path(__file__).resolve().parent))
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from mini import model as minis
 from mini.tasks import TASKS, Corpus, Load
 from mini.tokenizer import Tokenizer
 from torch import Tensor
 
+from tailreplay.connector.client import StoreClient
+from tailreplay.connector.hf import CachePolicy, HybridEngine
 from tailreplay.connector.hf_model import HybridModel
+from tailreplay.connector.plan import CONV_ROWS, stored_prefix
+from tailreplay.connector.tail_figures import BUDGETS, unpack
+from tailreplay.replay.tail_error import tried_lengths
+from tailreplay.store import serve_in_thread
+from tailreplay.store.tokens import extended_tokens
 
-BUDGETS = (0.5, 0.3, 0.1, 0.03)
-LENGTHS = {"retrieval": 1000, "state": 500}
-_CONV_ROWS = 3
+LENGTHS = {"retrieval": (1000, 2000), "state": (500,)}
+_BOUNDARIES = 2
 
 
 @dataclass(frozen=True)
 class Case:
-    """One prefix: predicted and actual relative errors of its states, both `[starts, L, HV]`.
+    """One boundary: what the store says of it, and what every tail really does.
 
-    A start is a block boundary from which a replay begins; the first is token 0, where both are 0.
+    Attributes:
+        m: tokens before it.
+        tails: what the figures ask for, `[groups, budgets]`, 0 = not known.
+        places: of each group's layers among the linear layers.
+        tried: lengths of the tails that were replayed, the last one m.
+        heads: relative error of each head's state, `[tried, L, HV]`.
+        layers: the same of each layer, `[tried, L]`.
     """
 
-    predicted: Tensor
-    actual: Tensor
-    tails: list[int]
-    """Tokens from each start to the end of the prefix."""
+    m: int
+    tails: Tensor
+    places: list[list[int]]
+    tried: list[int]
+    heads: Tensor
+    layers: Tensor
 
 
-def case(net: Any, tokens: Tensor, block: int) -> Case:  # noqa: ANN401 - a Transformers model
-    """Prefills a prefix, and replays it from every boundary of a block of `block` tokens."""
-    view, m = HybridModel(net), len(tokens)
-    inputs: dict[int, list[Tensor]] = {layer: [] for layer in view.linear_layers}
-    hooks = [
-        net.model.layers[layer].linear_attn.in_proj_a.register_forward_hook(
-            lambda _m, _a, out, seen=seen: seen.append(out[0])
+class Bench:
+    """A miniature behind an engine and a store."""
+
+    def __init__(self, name: str, address: str) -> None:
+        policy = CachePolicy(match_timeout_s=20.0, stall_timeout_s=20.0)
+        self._net = minis.load(name)
+        self._view = HybridModel(self._net)
+        self._client = StoreClient(address)
+        self._engine = HybridEngine(self._net, self._client, policy)
+
+    def close(self) -> None:
+        """Ends the engine."""
+        self._engine.close()
+        self._client.close()
+
+    def cases(self, tokens: Tensor, boundaries: list[int]) -> Iterator[Case]:
+        """Stores a prefix, then looks at some boundaries inside it."""
+        self._engine.generate(tokens.tolist(), 1)
+        if not self._engine.flush(60):
+            raise RuntimeError("the prefix was not stored within 60 s")
+        for m in boundaries:
+            yield self._case(tokens[:m], self._figures(tokens[:m]))
+
+    def _figures(self, tokens: Tensor) -> Tensor:
+        found = self._client.match(
+            self._engine.namespace, extended_tokens(tokens.tolist()), timeout_s=20.0
         )
-        for layer, seen in inputs.items()
-    ]
-    norms, cache = [torch.zeros(len(inputs), view.value_heads)], view.new_cache()
-    with view.capture() as hidden:
-        for part in tokens.split(block):
-            view.forward(part, cache)
-            norms.append(_recurrent(view, cache).flatten(2).norm(dim=-1))
-    for hook in hooks:
-        hook.remove()
-    decay = torch.stack([_decay(net, layer, torch.cat(a), block) for layer, a in inputs.items()])
-    starts = range(0, m // block * block + 1, block)
-    predicted = torch.stack([_predicted(decay, norms, start // block) for start in starts])
-    wanted = _recurrent(view, cache)
-    rows = {group.source: _rows(group.source, hidden, tokens) for group in view.groups}
-    actual = torch.stack([_error(view, rows, wanted, start) for start in starts])
-    return Case(_by_group(view, predicted), actual, [m - start for start in starts])
+        if found.matched_tokens != len(tokens):
+            raise RuntimeError(f"{found.matched_tokens} tokens match, wanted {len(tokens)}")
+        return torch.from_numpy(unpack(stored_prefix(found).figures_at(len(tokens))))
+
+    def _case(self, tokens: Tensor, tails: Tensor) -> Case:
+        view, m = self._view, len(tokens)
+        cache = view.new_cache()
+        with view.capture() as hidden:
+            view.forward(tokens, cache)
+        wanted = _recurrent(view, cache)
+        rows = {
+            g.source: tokens if g.source is None else hidden.rows(g.source) for g in view.groups
+        }
+        tried = [*tried_lengths(m), m]
+        off = torch.stack([self._replayed(rows, m - k) - wanted for k in tried])
+        norms, lost = (x.flatten(-2).norm(dim=-1) for x in (wanted, off))
+        layers = lost.norm(dim=-1) / norms.norm(dim=-1)
+        return Case(m, tails, view.group_places, tried, lost / norms, layers)
+
+    def _replayed(self, rows: dict[int | None, Tensor], start: int) -> Tensor:
+        cache = self._view.new_cache()
+        for group in self._view.groups:
+            own = rows[group.source][max(0, start - CONV_ROWS) :]
+            self._view.replay_group(group, own, cache)
+        return _recurrent(self._view, cache)
 
 
-def figures(cases: list[Case], eps: float) -> dict[str, float]:
-    """How well tails chosen for a budget keep it.
+def figures(cases: list[Case], budget: int) -> dict[str, float]:
+    """How well the tails chosen for a budget, by its number, keep it.
 
     Returns:
-        met: share of (prefix, layer, head) whose error at the chosen tail is within the budget.
-        ratio: median of chosen tail over the shortest that would have met it.
-        group_share: chosen tail of a whole model, its mean error over heads within the budget in
-            every layer, as a part of the prefix; mean.
-        group_error: mean error that this tail really leaves, over layers and heads.
+        heads: share of (boundary, layer, head) whose error is within the budget at the tail of
+            their group.
+        layers: the same of (boundary, layer), all heads together.
+        ratio: median over (boundary, group) of the tail over the shortest that would have done.
+        share: rows replayed, mean over groups, as a part of m; mean.
+        left: error that the tails leave, mean over layers.
     """
-    met, ratio, share, left = [], [], [], []
+    heads, layers, ratios, shares = [], [], [], []
     for one in cases:
-        tails = torch.tensor(one.tails, dtype=torch.float64)
-        chosen, shortest = (_last_within(x, eps) for x in (one.predicted, one.actual))
-        met.append(one.actual.gather(0, chosen[None])[0] <= eps)
-        ratio.append(tails[chosen] / tails[shortest])
-        whole = int(_last_within(one.predicted.mean(2), eps).min())
-        share.append(one.tails[whole] / one.tails[0])
-        left.append(one.actual[whole].mean().item())
+        asked = [min(int(tail[budget]) or one.m, one.m) for tail in one.tails]
+        shares.append(float(np.mean(asked)) / one.m)
+        for tail, places in zip(asked, one.places, strict=True):
+            # The longest tail tried that is no longer; a figure is one of those, or m.
+            at = max(i for i, k in enumerate(one.tried) if k <= tail)
+            heads.append(one.heads[at, places].flatten())
+            layers.append(one.layers[at, places])
+            within = (one.layers[:, places] <= BUDGETS[budget]).all(1).tolist()
+            ratios.append(tail / one.tried[within.index(True) if True in within else -1])
     return {
-        "met": torch.cat([x.flatten() for x in met]).double().mean().item(),
-        "ratio": torch.cat([x.flatten() for x in ratio]).median().item(),
-        "group_share": float(np.mean(share)),
-        "group_error": float(np.mean(left)),
+        "heads": (torch.cat(heads) <= BUDGETS[budget]).double().mean().item(),
+        "layers": (torch.cat(layers) <= BUDGETS[budget]).double().mean().item(),
+        "ratio": float(np.median(ratios)),
+        "share": float(np.mean(shares)),
+        "left": torch.cat(layers).mean().item(),
     }
 
 
 def main() -> None:
     """Prints a table and one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=int, default=4, help="prefixes of each kind")
-    parser.add_argument("--block", type=int, default=64, help="tokens per pair of figures")
-    arguments = parser.parse_args()
+    parser.add_argument("--samples", type=int, default=6, help="prefixes of each kind")
+    samples = parser.parse_args().samples
     torch.set_num_threads(1)
     corpus, report = Corpus(Tokenizer.load()), {}
-    print("| model, prefix | eps | met | tail / shortest | tail / prefix | error left |")
-    print("|---|---|---|---|---|---|")
-    for name, length in LENGTHS.items():
-        net = minis.load(name)
-        for kind in ("text", "needles"):
-            prefixes = _prefixes(corpus, kind, length, arguments.samples)
-            cases = [case(net, ids, arguments.block) for ids in prefixes]
-            for eps in BUDGETS:
-                found = figures(cases, eps)
-                report[f"{name}, {kind}, {eps:g}"] = found
-                cells = " | ".join(f"{value:.3f}" for value in found.values())
-                print(f"| {name}, {kind} | {eps:g} | {cells} |", flush=True)
+    print("| model, prefix | tokens | eps | heads met | layers met | tail / shortest | tail / m |")
+    print("|---|---|---|---|---|---|---|")
+    for name, kind, length in [
+        (name, kind, length)
+        for name, lengths in LENGTHS.items()
+        for length in lengths
+        for kind in ("text", "needles")
+    ]:
+        found = list(_measured(name, corpus, kind, length, samples))
+        for number, budget in enumerate(BUDGETS):
+            row = report[f"{name}, {kind}, {length}, {budget:g}"] = figures(found, number)
+            cells = " | ".join(f"{row[key]:.3f}" for key in ("heads", "layers", "ratio", "share"))
+            print(f"| {name}, {kind} | {length} | {budget:g} | {cells} |", flush=True)
     print(json.dumps(report))
 
 
-def _prefixes(corpus: Corpus, kind: str, length: int, samples: int) -> Iterator[Tensor]:
+def _measured(name: str, corpus: Corpus, kind: str, length: int, samples: int) -> Iterator[Case]:
     rng = np.random.default_rng(11)
-    for number in range(samples):
-        m = length + 13 * number  # of no block
-        if kind == "text":
-            yield torch.from_numpy(corpus.passage(rng, m, held_back=True).copy())
-        else:
-            row = TASKS[kind](corpus, rng, Load(m + 5, m // 32, 1))
-            yield torch.from_numpy(row.ids[: row.boundary])
+    with serve_in_thread(stall_limit_s=60.0) as server:
+        bench = Bench(name, server.address)
+        try:
+            for _ in range(samples):
+                tokens = _prefix(corpus, rng, kind, length)
+                places = rng.integers(length // 2, length, _BOUNDARIES).tolist()
+                yield from bench.cases(tokens, places)
+        finally:
+            bench.close()
 
 
-def _decay(net: Any, layer: int, a: Tensor, block: int) -> Tensor:  # noqa: ANN401 - a Transformers model
-    """Sums of g over complete blocks, `[blocks, HV]`; the last, partial one is left out.
-
-    Source: as `tailreplay.replay.state_only`.
-    """
-    module = net.model.layers[layer].linear_attn
-    g = -module.A_log.detach().float().exp() * F.softplus(a.float() + module.dt_bias.detach())
-    whole = len(g) // block * block
-    return g[:whole].unflatten(0, (-1, block)).sum(1)
-
-
-def _predicted(decay: Tensor, norms: list[Tensor], block: int) -> Tensor:
-    """|error| / |state|, `[L, HV]`, when the state before a block is taken as zero.
-
-    Source: |T_i| <= alpha_i for unit keys and beta in [0, 2], so what is dropped shrinks by at
-    least the product of alphas; arXiv 2412.06464, equation 10. Norms only at ends of blocks.
-    """
-    last = norms[decay.shape[1]]
-    return decay[:, block:].sum(1).exp() * norms[block] / last
-
-
-def _by_group(view: HybridModel, predicted: Tensor) -> Tensor:
-    """Gives each head at least what the layers before it in its group are expected to be off by.
-
-    Their error is in its inputs, which its own decay says nothing of.
-    """
-    out, place = predicted.clone(), {layer: i for i, layer in enumerate(view.linear_layers)}
-    for group in view.groups:
-        before = torch.zeros(len(predicted))
-        for layer in group.linear_layers:
-            mine = out[:, place[layer]]
-            mine.copy_(torch.maximum(mine, before[:, None]))
-            before = torch.maximum(before, mine.mean(1))
-    return out
-
-
-def _error(view: HybridModel, rows: dict[int | None, Tensor], wanted: Tensor, start: int) -> Tensor:
-    cache = view.new_cache()
-    for group in view.groups:
-        view.replay_group(group, rows[group.source][max(0, start - _CONV_ROWS) :], cache)
-    got = _recurrent(view, cache)
-    return (got - wanted).flatten(2).norm(dim=-1) / wanted.flatten(2).norm(dim=-1)
+def _prefix(corpus: Corpus, rng: np.random.Generator, kind: str, length: int) -> Tensor:
+    if kind == "text":
+        return torch.from_numpy(corpus.passage(rng, length, held_back=True).copy())
+    row = TASKS[kind](corpus, rng, Load(length + 5, length // 32, 1))
+    return torch.from_numpy(row.ids[: row.boundary])
 
 
 def _recurrent(view: HybridModel, cache: Any) -> Tensor:  # noqa: ANN401 - Transformers' cache
     """`[L, HV, K, V]` in fp32."""
     states = view.states(cache)
     return torch.stack([states[layer].recurrent for layer in view.linear_layers])
-
-
-def _rows(source: int | None, hidden: Any, tokens: Tensor) -> Tensor:  # noqa: ANN401
-    return tokens if source is None else hidden.rows(source)
-
-
-def _last_within(errors: Tensor, eps: float) -> Tensor:
-    """Latest start whose error is within the budget; the first is, but for rounding."""
-    ok = errors <= eps
-    ok[0] = True
-    places = torch.arange(len(ok)).reshape(-1, *[1] * (ok.ndim - 1))
-    return torch.where(ok, places, 0).amax(0)
 
 
 if __name__ == "__main__":
