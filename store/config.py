@@ -119,6 +119,10 @@ class StoreConfig(BaseSettings):
         float,
         Field(gt=0, description="a writer that sends nothing for so long is cut off, seconds"),
     ] = 15.0
+    drain_s: Annotated[
+        float,
+        Field(ge=0, description="what flows when the store is told to stop may end for so long, s"),
+    ] = 10.0
     tier_timeout_s: Annotated[
         float, Field(gt=0, description="longest wait for a window to come from Redis, seconds")
     ] = 5.0

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_FLUSH_STEP_S = 0.01
+
 
 class Store:
     """One store: what it holds, and the three things one can do with it.
@@ -266,6 +268,15 @@ class Store:
         if self.config.redis_url is None:
             return "off"
         return "on" if self.tiers.redis_status().get("healthy") else "configured, but down"
+
+    def flush(self, timeout_s: float) -> bool:
+        """Waits until all that was acknowledged is in Redis; False when that takes too long."""
+        end_s = time.monotonic() + timeout_s
+        while (status := self.tiers.redis_status())["healthy"] and status["pending_bytes"]:
+            if time.monotonic() >= end_s:
+                return False
+            self._closing.wait(_FLUSH_STEP_S)
+        return not status.get("pending_bytes")
 
     def close(self) -> None:
         """Gives back memory and connections; what is in Redis stays there."""

@@ -13,7 +13,7 @@ import ssl
 import struct
 import threading
 import time
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError
@@ -50,7 +50,7 @@ from tailreplay.store.lane_wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from tailreplay.store.auth import Access, Principal
     from tailreplay.store.core import Store
@@ -103,22 +103,39 @@ class Lane:
         self._tls = None if listen.startswith("unix:") else tls
         self.tickets = Tickets(clock)
         self._closing = threading.Event()
-        # Guarded by _lock: connections without a ticket so far, oldest first, and open lanes.
+        # Guarded by _lock: connections without a ticket so far, oldest first, open lanes, those of
+        # them that are at work, and whether new requests are refused; _idle says that none works.
         self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
         self._waiting: dict[socket.socket, None] = {}
         self._connections: dict[socket.socket, Principal] = {}
+        self._busy: set[socket.socket] = set()
+        self._draining = False
         self._listener, self.address = _listener(listen, store.config.access_gid)
         self._threads: list[threading.Thread] = []
         self._acceptor = threading.Thread(target=self._accept, name="lane-accept", daemon=True)
         self._acceptor.start()
 
-    def close(self) -> None:
-        """Ends every connection, and waits until nobody reads the pool any more."""
+    def drain(self) -> None:
+        """Takes no new connection and no new request; those at work go on."""
         self._closing.set()
         # A shutdown wakes accept and recv; closing alone would not.
         hang_up(self._listener)
         self._acceptor.join()
         with self._lock:
+            self._draining = True
+            idle = [sock for sock in (*self._waiting, *self._connections) if sock not in self._busy]
+        for sock in idle:
+            hang_up(sock)
+
+    def close(self, grace_s: float = 0.0) -> None:
+        """Lets requests end for so long, then ends every connection that is left.
+
+        Returns when nobody reads the pool any more.
+        """
+        self.drain()
+        with self._idle:
+            self._idle.wait_for(lambda: not self._busy, grace_s)
             open_now = [*self._waiting, *self._connections]
         for sock in open_now:
             hang_up(sock)
@@ -172,7 +189,8 @@ class Lane:
                 sock.settimeout(None)  # an idle client may be quiet for as long as it likes
                 head = receive(sock, 1)
                 caller = self._access.current(caller)
-                self._request(sock, head, caller)
+                with self._at_work(sock):
+                    self._request(sock, head, caller)
         except (OSError, StoreUnavailable) as error:
             logger.debug("a lane ended: %s", error)
         except TailReplayError as error:
@@ -186,6 +204,22 @@ class Lane:
             logger.exception("a lane failed")
         finally:
             self._end(sock)
+
+    @contextmanager
+    def _at_work(self, sock: socket.socket) -> Iterator[None]:
+        with self._lock:
+            if self._draining:
+                raise StoreUnavailable("the store is about to stop")
+            self._busy.add(sock)
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._busy.discard(sock)
+                self._idle.notify_all()
+                leaves = self._draining
+            if leaves:
+                hang_up(sock)
 
     def _end(self, sock: socket.socket) -> None:
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -160,18 +161,25 @@ class StoreServer:
         return self._tls is None or address.startswith("unix:")
 
     def stop(self, grace_s: float = 1.0) -> None:
-        """Refuses new calls, lets running ones end for `grace_s` seconds, then closes the store."""
+        """Refuses new calls, lets what flows end for `grace_s` seconds, then closes the store.
+
+        What flows are calls, requests on data lanes, and writes on their way to Redis.
+        """
         for listener in self._listeners:
             listener.drain()
         self._close(grace_s)
 
     def _close(self, grace_s: float) -> None:
-        for listener in self._listeners:
-            listener.stop_taking(grace_s)
+        end_s = time.monotonic() + grace_s
         if self._lane is not None:
-            self._lane.close()
+            self._lane.drain()
+        for listener in self._listeners:
+            listener.stop_taking(max(0.0, end_s - time.monotonic()))
+        if self._lane is not None:
+            self._lane.close(max(0.0, end_s - time.monotonic()))
         for listener in self._listeners:
             listener.join()
+        self.store.flush(max(0.0, end_s - time.monotonic()))
         self.store.close()
 
 

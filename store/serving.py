@@ -59,7 +59,7 @@ def serve_until_stopped(flags: dict[str, Any], file: Path | None) -> None:
         signal.signal(number, lambda *_: stopped.set())
     stopped.wait()
     logger.info("stopping")
-    server.stop()
+    server.stop(config.drain_s)
 
 
 def settings_in_words() -> list[dict[str, str]]:
