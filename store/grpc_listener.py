@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,9 +101,9 @@ class GrpcListener:
         """Says to whoever asks for health that it is going away."""
         self._health.enter_graceful_shutdown()
 
-    def stop_taking(self, grace_s: float) -> None:
-        """Refuses new calls, and lets running ones end for `grace_s` seconds."""
-        self.server.stop(grace_s if self._started else 0).wait()
+    def stop_taking(self, grace_s: float) -> threading.Event:
+        """Refuses new calls, lets running ones end for `grace_s` seconds; set when that is over."""
+        return self.server.stop(grace_s if self._started else 0)
 
     def join(self) -> None:
         """Waits for handlers that still run: they read the pool's memory."""

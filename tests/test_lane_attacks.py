@@ -6,17 +6,17 @@ import socket
 import threading
 import time
 import tracemalloc
-from contextlib import closing, contextmanager
-from functools import partial
+from contextlib import ExitStack, closing, contextmanager
 
 import lane_objects
 import pytest
 from lane_objects import WAIT_S
 from store_objects import Prefix, span_range
-from test_lane import PREFIX, SPANS, address, fetch, put, rows_of, serving
 from waiting import Clock, until
 
+from tailreplay.connector.client import StoreClient
 from tailreplay.proto import store_pb2 as pb
+from tailreplay.store import serve_in_thread
 from tailreplay.store.auth import ANYONE, Principal, Role
 from tailreplay.store.errors import NotAuthenticated
 from tailreplay.store.lane_tickets import Client, Tickets
@@ -37,9 +37,38 @@ from tailreplay.store.lane_wire import (
 from tailreplay.store.objects import Kind
 from tailreplay.store.tokens import to_wire
 
-__all__ = ["address"]
+IDS = range(1, 701)
+HIDDEN = span_range(Kind.HIDDEN, 130, 611, first_unit=1, units=1)
 
-objects = partial(lane_objects.objects, PREFIX)
+
+@pytest.fixture(scope="module", params=["unix", "tcp"])
+def servers(request):
+    """Gives a server with some settings; tests with the same settings share it."""
+    running = {}
+    with ExitStack() as stack:
+
+        def get(**settings):
+            key = tuple(sorted(settings.items()))
+            if key not in running:
+                if request.param == "tcp":
+                    settings["listen"] = "127.0.0.1:0"
+                running[key] = stack.enter_context(serve_in_thread(**settings))
+            return running[key]
+
+        yield get
+
+
+@contextmanager
+def serving(servers, **settings):
+    server = servers(**settings)
+    with StoreClient(server.address, match_timeout_s=WAIT_S, call_timeout_s=WAIT_S) as client:
+        yield server, client
+
+
+@pytest.fixture
+def prefix():
+    """One that nobody has stored."""
+    return Prefix(os.urandom(32), IDS)
 
 
 def where(server):
@@ -75,16 +104,18 @@ def is_over(sock):
 
 def assert_well(server, client):
     """Whoever plays by the rules is served, and nothing is left over."""
-    put(client)
-    assert fetch(client, SPANS["hidden"])[0] == [rows_of(SPANS["hidden"])]
+    prefix = Prefix(os.urandom(32), IDS)
+    assert lane_objects.put(client, prefix).stored == len(prefix.spans())
+    rows, _ = lane_objects.fetch(client, prefix, HIDDEN)
+    assert rows == [lane_objects.rows_of(prefix, HIDDEN)]
     until(lambda: server.store.stats().pinned_bytes == 0)
     assert len(server.store.leases) == 0
     assert not server.store.catalog._claims
 
 
-def test_the_door_stays_open_when_descriptors_run_out(address):
-    with serving(address) as (server, client):
-        family = socket.AF_UNIX if address.startswith("unix:") else socket.AF_INET
+def test_the_door_stays_open_when_descriptors_run_out(servers):
+    with serving(servers) as (server, client):
+        family = socket.AF_UNIX if server.address.startswith("unix:") else socket.AF_INET
         crowd = [socket.socket(family, socket.SOCK_STREAM) for _ in range(20)]
         most, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(s.fileno() for s in crowd) + 2, hard))
@@ -121,13 +152,13 @@ def is_hung_up_after(sock):
         return True
 
 
-def test_a_crowd_without_tickets_keeps_nobody_out(address):
-    with serving(address, stall_limit_s=60, max_lanes=4) as (server, client):
+def test_a_crowd_without_tickets_keeps_nobody_out(servers):
+    with serving(servers, stall_limit_s=60, max_lanes=4) as (server, client):
         crowd = [connect(where(server), WAIT_S) for _ in range(200)]
         try:
             assert_well(server, client)
             assert len(server._lane._waiting) <= 64
-            assert len(server._lane._connections) == 1
+            assert len(server._lane._connections) <= 4
         finally:
             for sock in crowd:
                 sock.close()
@@ -145,8 +176,8 @@ def drip(sock, data, pause_s=0.05):
     return len(data)
 
 
-def test_a_greeting_that_drips_is_cut_off(address):
-    with serving(address, stall_limit_s=0.4) as (server, client):
+def test_a_greeting_that_drips_is_cut_off(servers):
+    with serving(servers, stall_limit_s=0.4) as (server, client):
         hello = HELLO.pack(MAGIC, VERSION, 0, bytes(32))
         with raw(server) as sock:
             assert drip(sock, hello) < len(hello)
@@ -154,30 +185,32 @@ def test_a_greeting_that_drips_is_cut_off(address):
         assert_well(server, client)
 
 
-def test_a_request_that_drips_is_cut_off(address):
-    request = pb.FetchRequest(namespace=PREFIX.namespace, leaf=bytes(32)).SerializeToString()
-    with serving(address, stall_limit_s=0.4) as (server, client):
+def test_a_request_that_drips_is_cut_off(servers, prefix):
+    request = pb.FetchRequest(namespace=prefix.namespace, leaf=bytes(32)).SerializeToString()
+    with serving(servers, stall_limit_s=0.4) as (server, client):
         with opened(client) as sock:
             assert drip(sock, REQUEST.pack(Request.FETCH, 0, 0, len(request)) + request) < 100
         assert_well(server, client)
 
 
-def put_request(*items, prefix=PREFIX):
+def put_request(prefix, *items):
     begin = pb.PutBegin(namespace=prefix.namespace, tokens=to_wire(prefix.tokens))
     plan = pb.PutPlan(begin=begin, objects=items).SerializeToString()
     return REQUEST.pack(Request.PUT, 0, 0, len(plan)) + plan
 
 
-def test_an_object_that_drips_is_cut_off_and_claimed_no_longer(address):
-    first = objects(spans=PREFIX.spans(Kind.KV))[0]
-    with serving(address, put_stall_limit_s=0.4) as (server, client):
+def test_an_object_that_drips_is_cut_off_and_claimed_no_longer(servers, prefix):
+    first = lane_objects.objects(prefix, prefix.spans(Kind.KV))[0]
+    with serving(servers, put_stall_limit_s=0.4) as (server, client):
+        used = server.store.stats().pool_used_bytes
         with opened(client) as sock:
-            sock.sendall(put_request(first.announce))
+            sock.sendall(put_request(prefix, first.announce))
             wanted = unpack_record(receive(sock, 80))
             assert (wanted.kind, receive(sock, 1)) == (RecordKind.WANTED, b"\x01")
             assert drip(sock, b"".join(first.parts)) < 100
         until(lambda: not server.store.catalog._claims)
-        assert server.store.stats().pool_used_bytes == 0
+        assert client.match(prefix.namespace, prefix.tokens).matched_tokens == 0
+        assert server.store.stats().pool_used_bytes == used
         assert_well(server, client)
 
 
@@ -211,8 +244,8 @@ def test_a_slow_sender_may_go_on_as_long_as_its_bytes_come():
 
 @pytest.mark.parametrize("kind", [Request.FETCH, Request.PUT, Request.SEEN, 255])
 @pytest.mark.parametrize("size", [MAX_REQUEST_BYTES + 1, (1 << 32) - 1])
-def test_a_huge_length_is_refused_before_any_of_it_is_waited_for(address, kind, size):
-    with serving(address) as (server, client):
+def test_a_huge_length_is_refused_before_any_of_it_is_waited_for(servers, kind, size):
+    with serving(servers) as (server, client):
         with opened(client) as sock:
             sock.sendall(REQUEST.pack(kind, 255, 0xFFFF, size))
             record = unpack_record(receive(sock, 80))
@@ -222,8 +255,8 @@ def test_a_huge_length_is_refused_before_any_of_it_is_waited_for(address, kind, 
         assert_well(server, client)
 
 
-def test_a_length_costs_no_memory_before_its_bytes_come(address):
-    with serving(address) as (_, client), opened(client) as sock:
+def test_a_length_costs_no_memory_before_its_bytes_come(servers):
+    with serving(servers) as (_, client), opened(client) as sock:
         tracemalloc.start()
         try:
             sock.sendall(REQUEST.pack(Request.FETCH, 0, 0, MAX_REQUEST_BYTES) + bytes(1 << 16))
@@ -233,15 +266,15 @@ def test_a_length_costs_no_memory_before_its_bytes_come(address):
             tracemalloc.stop()
 
 
-def test_more_ranges_or_objects_than_any_prefix_has_are_refused(address):
+def test_more_ranges_or_objects_than_any_prefix_has_are_refused(servers, prefix):
     ranges = [span_range(Kind.KV, 0, 700)] * 5000
-    fetch_all = pb.FetchRequest(namespace=PREFIX.namespace, leaf=bytes(32), ranges=ranges)
+    fetch_all = pb.FetchRequest(namespace=prefix.namespace, leaf=bytes(32), ranges=ranges)
     data = fetch_all.SerializeToString()
     item = pb.PutObject(kind=1, first_token=0, end_token=256, size_bytes=9000)
-    with serving(address) as (server, client):
+    with serving(servers) as (server, client):
         for request, told in (
             (REQUEST.pack(Request.FETCH, 0, 0, len(data)) + data, "5000 ranges"),
-            (put_request(*[item] * ((1 << 17) + 1)), "131073 objects"),
+            (put_request(prefix, *[item] * ((1 << 17) + 1)), "131073 objects"),
         ):
             with opened(client) as sock:
                 sock.sendall(request)
@@ -251,13 +284,13 @@ def test_more_ranges_or_objects_than_any_prefix_has_are_refused(address):
         assert_well(server, client)
 
 
-def test_many_long_ranges_are_not_all_held_in_memory(address):
+def test_many_long_ranges_are_not_all_held_in_memory(servers, prefix):
     """Each of 4096 ranges has three pieces; they are made as their turn comes."""
     ranges = [span_range(Kind.KV, 0, 700)] * 4096
-    with serving(address) as (server, client):
-        put(client)
-        leaf = client.match(PREFIX.namespace, PREFIX.tokens).leaf
-        request = pb.FetchRequest(namespace=PREFIX.namespace, leaf=leaf, ranges=ranges)
+    with serving(servers) as (server, client):
+        lane_objects.put(client, prefix)
+        leaf = client.match(prefix.namespace, prefix.tokens).leaf
+        request = pb.FetchRequest(namespace=prefix.namespace, leaf=leaf, ranges=ranges)
         made = []
         reader = server.store._reader
         pieces = reader._pieces
@@ -268,53 +301,57 @@ def test_many_long_ranges_are_not_all_held_in_memory(address):
         frames.close()
 
 
-def test_out_of_order_requests_end_the_lane_and_its_pins(address):
-    with serving(address, stall_limit_s=60) as (server, client):
-        put(client)
-        leaf = client.match(PREFIX.namespace, PREFIX.tokens).leaf
+def test_out_of_order_requests_end_the_lane_and_its_pins(servers, prefix):
+    with serving(servers, stall_limit_s=60) as (server, client):
+        lane_objects.put(client, prefix)
+        leaf = client.match(prefix.namespace, prefix.tokens).leaf
         data = pb.FetchRequest(
-            namespace=PREFIX.namespace, leaf=leaf, ranges=[SPANS["hidden"]]
+            namespace=prefix.namespace, leaf=leaf, ranges=[HIDDEN]
         ).SerializeToString()
         head = REQUEST.pack(Request.FETCH, PLACED, 0, len(data))
         with opened(client) as sock:
             # A second request where the first one's SEEN is due; over TCP it simply comes next.
             sock.sendall(head + data + head + data)
-            if address.startswith("unix:"):
+            if server.address.startswith("unix:"):
                 assert is_over(sock)
         assert_well(server, client)
 
 
 @pytest.mark.parametrize("cut", [1, 7, 8, 60, -1])
-def test_a_request_cut_short_by_a_half_closed_lane_is_nothing(address, cut):
-    data = put_request(objects()[0].announce)
-    with serving(address) as (server, client):
+def test_a_request_cut_short_by_a_half_closed_lane_is_nothing(servers, prefix, cut):
+    data = put_request(prefix, lane_objects.objects(prefix)[0].announce)
+    with serving(servers) as (server, client):
+        used = server.store.stats().pool_used_bytes
         with opened(client) as sock:
             sock.sendall(data[:cut])
             sock.shutdown(socket.SHUT_WR)
             assert is_over(sock)
-        assert server.store.stats().pool_used_bytes == 0
+        assert client.match(prefix.namespace, prefix.tokens).matched_tokens == 0
+        assert server.store.stats().pool_used_bytes == used
         assert_well(server, client)
 
 
-def test_half_an_object_before_a_half_closed_lane_is_nothing(address):
-    first = objects(spans=PREFIX.spans(Kind.KV))[0]
+def test_half_an_object_before_a_half_closed_lane_is_nothing(servers, prefix):
+    first = lane_objects.objects(prefix, prefix.spans(Kind.KV))[0]
     data = b"".join(first.parts)
-    with serving(address) as (server, client):
+    with serving(servers) as (server, client):
+        used = server.store.stats().pool_used_bytes
         with opened(client) as sock:
-            sock.sendall(put_request(first.announce) + data[: len(data) // 2])
+            sock.sendall(put_request(prefix, first.announce) + data[: len(data) // 2])
             sock.shutdown(socket.SHUT_WR)
             assert is_over(sock)
         until(lambda: not server.store.catalog._claims)
-        assert server.store.stats().pool_used_bytes == 0
+        assert client.match(prefix.namespace, prefix.tokens).matched_tokens == 0
+        assert server.store.stats().pool_used_bytes == used
         assert_well(server, client)
 
 
-def test_a_reader_that_has_half_closed_still_gets_its_rows(address):
-    with serving(address) as (server, client):
-        put(client)
-        leaf = client.match(PREFIX.namespace, PREFIX.tokens).leaf
+def test_a_reader_that_has_half_closed_still_gets_its_rows(servers, prefix):
+    with serving(servers) as (server, client):
+        lane_objects.put(client, prefix)
+        leaf = client.match(prefix.namespace, prefix.tokens).leaf
         data = pb.FetchRequest(
-            namespace=PREFIX.namespace, leaf=leaf, ranges=[span_range(Kind.KV, 0, 5)]
+            namespace=prefix.namespace, leaf=leaf, ranges=[span_range(Kind.KV, 0, 5)]
         ).SerializeToString()
         with opened(client) as sock:
             sock.sendall(REQUEST.pack(Request.FETCH, 0, 0, len(data)) + data)
@@ -324,15 +361,15 @@ def test_a_reader_that_has_half_closed_still_gets_its_rows(address):
                 came += chunk
         record = unpack_record(came[:80])
         size = record.units * record.rows * record.row_bytes
-        assert came[80 : 80 + size] == PREFIX.rows(Kind.KV, 0, 5)
+        assert came[80 : 80 + size] == prefix.rows(Kind.KV, 0, 5)
         assert_well(server, client)
 
 
-def test_a_reader_that_takes_nothing_is_cut_off(address):
+def test_a_reader_that_takes_nothing_is_cut_off(servers):
     """Rows sent, not placed: its pins end with the stall limit, though its lane stays open."""
     wide = Prefix(os.urandom(32), range(1, 20_001))
-    with serving(address, stall_limit_s=0.4) as (server, client):
-        put(client, prefix=wide, spans=wide.spans(Kind.KV))
+    with serving(servers, stall_limit_s=0.4) as (server, client):
+        lane_objects.put(client, wide, spans=wide.spans(Kind.KV))
         leaf = client.match(wide.namespace, wide.tokens).leaf
         ranges = [span_range(Kind.KV, 0, 20_000)] * 50
         data = pb.FetchRequest(
@@ -346,8 +383,8 @@ def test_a_reader_that_takes_nothing_is_cut_off(address):
         assert_well(server, client)
 
 
-def test_another_protocol_at_the_door_gets_no_answer(address):
-    with serving(address) as (server, client):
+def test_another_protocol_at_the_door_gets_no_answer(servers):
+    with serving(servers) as (server, client):
         good = client._open_lane().ticket
         for hello in (
             b"GET / HTTP/1.1\r\nHost: store\r\nAccept: */*\r\n\r\n",
@@ -394,8 +431,8 @@ def test_who_asks_for_many_tickets_loses_its_own(clock):
         tickets.redeem(taken[0], greedy)
 
 
-def test_lanes_close_with_the_store_whatever_their_clients_do(address):
-    with serving(address, stall_limit_s=60) as (server, client):
+def test_lanes_close_with_the_store_whatever_their_clients_do(servers):
+    with serving(servers, stall_limit_s=60) as (server, client):
         socks = [connect(where(server), WAIT_S) for _ in range(5)]
         socks += [client._lanes.take().sock for _ in range(3)]
         socks[-1].sendall(b"\x01")
