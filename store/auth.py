@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 METADATA_KEY = "authorization"
-_BEARER = "Bearer "
+BEARER = "Bearer "
 _SCOPE_CONTEXT = "tailreplay scope v1"
 _TENANT = r"^[A-Za-z0-9._-]{1,64}$"
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -157,11 +157,11 @@ class Access:
         if self._file is None:
             return ANYONE
         given = [value for key, value in metadata if key == METADATA_KEY]
-        if len(given) != 1 or not isinstance(given[0], str) or not given[0].startswith(_BEARER):
+        if len(given) != 1 or not isinstance(given[0], str) or not given[0].startswith(BEARER):
             raise NotAuthenticated(
                 f"{len(given)} `{METADATA_KEY}` entries came, wanted one: Bearer and a token"
             )
-        return self.bearer(given[0].removeprefix(_BEARER))
+        return self.bearer(given[0].removeprefix(BEARER))
 
     def bearer(self, token: str) -> Principal:
         """Who bears a token.

@@ -22,6 +22,7 @@ from tailreplay.store.core import Store
 from tailreplay.store.errors import NotAuthenticated, StoreUnavailable, from_rpc_error
 from tailreplay.store.grpc_listener import GrpcListener, prepare_socket
 from tailreplay.store.lane import Lane
+from tailreplay.store.probes import Probes
 from tailreplay.store.service import StoreService
 from tailreplay.store.tls import ServerTls
 
@@ -48,6 +49,7 @@ class StoreServer:
     Attributes:
         address: where clients reach it.
         admin_address: where operators reach it; None = nowhere.
+        http_address: where probes and scrapers reach it; None = nowhere.
         store: what it serves.
 
     Raises:
@@ -61,26 +63,38 @@ class StoreServer:
     ) -> None:
         self._access = Access(config.token_file)
         self._tls = _tls(config)
-        self.store = Store(config, before_rows=before_rows)
         self._lane: Lane | None = None
         self._listeners: list[GrpcListener] = []
+        # Answers while the pool is being reserved, which may take a while.
+        self._probes = _probes(config, self._access, self._tls)
+        self.http_address = self._probes.address if self._probes is not None else None
+        try:
+            self.store = Store(config, before_rows=before_rows)
+        except BaseException:
+            if self._probes is not None:
+                self._probes.close()
+            raise
         try:
             self.address = self._listen(config)
             self.admin_address = self._listen_for_operators(config)
             for listener in self._listeners:
                 listener.start()
             self._warm_up()
+            if self._probes is not None:
+                self._probes.ready(self.store)
         except BaseException:
             self._close(grace_s=0)
             raise
         logger.info(
-            "serving at %s: pool %d bytes, redis %s, tokens %s, tls %s; operators at %s",
+            "serving at %s: pool %d bytes, redis %s, tokens %s, tls %s; operators at %s, "
+            "probes at %s",
             self.address,
             self.store.tiers.pool_bytes,
             self.store.redis_in_words(),
             "not asked for" if self._access.is_open else "asked for",
             _in_words(self._tls),
             self.admin_address,
+            self.http_address,
         )
 
     def _listen(self, config: StoreConfig) -> str:
@@ -165,6 +179,8 @@ class StoreServer:
 
         What flows are calls, requests on data lanes, and writes on their way to Redis.
         """
+        if self._probes is not None:
+            self._probes.drain()
         for listener in self._listeners:
             listener.drain()
         self._close(grace_s)
@@ -180,6 +196,8 @@ class StoreServer:
         for listener in self._listeners:
             listener.join()
         self.store.flush(max(0.0, end_s - time.monotonic()))
+        if self._probes is not None:
+            self._probes.close()
         self.store.close()
 
 
@@ -187,6 +205,10 @@ def _tls(config: StoreConfig) -> ServerTls | None:
     if config.tls_cert is None or config.tls_key is None:
         return None
     return ServerTls(config.tls_cert, config.tls_key, config.tls_client_ca)
+
+
+def _probes(config: StoreConfig, access: Access, tls: ServerTls | None) -> Probes | None:
+    return Probes(config.http_listen, access, tls) if config.http_listen is not None else None
 
 
 def _in_words(tls: ServerTls | None) -> str:
