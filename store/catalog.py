@@ -456,23 +456,21 @@ class Catalog:
         if not names or self._manifests is None:
             return
         with self._lock:
-            waiting = [(n, p) for n in names if (p := self._pending.get(n)) is not None]
-            entries = [
-                (p.home, entry_of(p.record))
-                for _, p in waiting
-                if p.record is not None and p.home is not None
-            ]
-        try:
-            self._manifests.commit(entries)
-        except StoreUnavailable as error:
-            logger.debug("objects stay in the CPU tier alone: %s", error)
-            self.redis_failed(names)
-            return
+            waiting = []
+            for name in names:
+                pending = self._pending.get(name)
+                if pending is not None and pending.record is not None and pending.home is not None:
+                    waiting.append((pending, pending.home, pending.record))
+            entries = [(home, entry_of(record)) for _, home, record in waiting]
+        taken = self._manifests.commit(entries)
         with self._lock:
-            for name, pending in waiting:
-                if self._pending.get(name) is pending and pending.record is not None:
-                    del self._pending[name]
-                    self._place(pending.record, in_redis=True)
+            for (pending, _, record), findable in zip(waiting, taken, strict=True):
+                if findable and self._pending.get(record.name) is pending:
+                    del self._pending[record.name]
+                    self._place(record, in_redis=True)
+        self.redis_failed(
+            [r.name for (*_, r), findable in zip(waiting, taken, strict=True) if not findable]
+        )
 
     def _learn(self, prompt: Prompt, beyond: Beyond) -> Match:
         """Lists what Redis has of a prompt, and matches it again; takes the lock."""

@@ -82,10 +82,37 @@ class StoreConfig(BaseSettings):
         Field(ge=0, description="group that may use the sockets and read the pool; none = nobody"),
     ] = None
     redis_url: Annotated[
-        str | None, Field(description="redis://[user:password@]host:port or unix:///path; none")
+        str | None,
+        Field(
+            description="redis[s]://[user:password@]host:port[/database] or unix:///path; several "
+            "servers with blanks between; none"
+        ),
     ] = None
+    redis_username: Annotated[
+        str, Field(description="user, where a URL names none; default: Redis' default user")
+    ] = ""
+    redis_password_file: Annotated[
+        Path | None, Field(description="file with the password, where a URL has none")
+    ] = None
+    redis_ca_file: Annotated[
+        Path | None, Field(description="PEM: CA of rediss:// servers; default: the system's CAs")
+    ] = None
+    redis_cert_file: Annotated[
+        Path | None, Field(description="PEM: certificate to show rediss:// servers")
+    ] = None
+    redis_key_file: Annotated[
+        Path | None, Field(description="PEM: its private key; default: in the same file")
+    ] = None
+    redis_patience_s: Annotated[
+        float,
+        Field(
+            gt=0,
+            description="a Redis that is silent for so long while a reader waits is asked no more "
+            "until it answers, seconds",
+        ),
+    ] = 0.2
     redis_timeout_s: Annotated[
-        float, Field(gt=0, description="longest wait for one answer of Redis, seconds")
+        float, Field(gt=0, description="longest wait for Redis to take a write, seconds")
     ] = 5.0
     redis_prefix: Annotated[
         str, Field(pattern=r"^[A-Za-z0-9:._-]*$", description="in front of every Redis key")
@@ -140,8 +167,8 @@ class StoreConfig(BaseSettings):
     @field_validator("redis_url")
     @classmethod
     def _known_redis(cls, value: str | None) -> str | None:
-        if value is not None:
-            RedisEndpoint.parse(value)
+        for url in (value or "").split():
+            RedisEndpoint.parse(url)
         return value
 
     @field_validator("listen")

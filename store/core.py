@@ -14,18 +14,18 @@ from tailreplay.store import tokens as wire_tokens
 from tailreplay.store.auth import ANYONE, Role
 from tailreplay.store.catalog import Catalog
 from tailreplay.store.chain import digest_key
-from tailreplay.store.config import PAYLOAD_TTL_S
 from tailreplay.store.errors import InvalidRequest, StoreUnavailable
 from tailreplay.store.lane_wire import LaneRecord, RecordKind
 from tailreplay.store.leases import Lease, Leases
 from tailreplay.store.ledger import Ledger
-from tailreplay.store.manifest import Manifests
 from tailreplay.store.namespace import NAMESPACE_BYTES, tenant_digest
 from tailreplay.store.objects import Kind
 from tailreplay.store.operators import Operators
 from tailreplay.store.pool import Pool, SharedMemory
 from tailreplay.store.prompt import Prompt
 from tailreplay.store.reader import Frame, Reader
+from tailreplay.store.redis_endpoint import RedisEndpoint
+from tailreplay.store.redis_settings import redis_manifests, redis_servers, redis_tier
 from tailreplay.store.shared_index import SharedIndex
 from tailreplay.store.tiers import Tiers
 from tailreplay.store.urgent_gate import UrgentGate
@@ -69,7 +69,7 @@ class Store:
         self.started_at_s = time.time()
         self.leases = Leases(config.stall_limit_s, clock)
         self._puts = Leases(config.put_stall_limit_s, clock)
-        self.manifests = _manifests(config)
+        self.manifests = redis_manifests(config)
         self._shared = _shared_index(config, clock)
         self.catalog = Catalog(self.manifests)
         self.tiers = Tiers(
@@ -79,7 +79,7 @@ class Store:
                 _shared_memory(config),
                 config.access_gid,
             ),
-            redis=_redis_options(config),
+            redis=redis_tier(config),
             on_redis_stored=self.catalog.redis_stored,
             on_redis_failed=self.catalog.redis_failed,
             gate=UrgentGate(clock=clock),
@@ -292,6 +292,7 @@ class Store:
             self._shared.close()
 
     def _restore(self) -> bool:
+        """Lists what Redis has; says whether that was everything."""
         try:
             listed = self.catalog.restore()
         except StoreUnavailable as error:
@@ -299,7 +300,7 @@ class Store:
             return False
         if listed:
             logger.info("restored %d objects from Redis", listed)
-        return True
+        return self.manifests is None or self.manifests.whole
 
     def _tick(self) -> None:
         """Ends stalled streams, and restores from Redis once it can be read."""
@@ -312,25 +313,6 @@ class Store:
                 self._restored = self._restore()
 
 
-def _redis_options(config: StoreConfig) -> dict[str, object] | None:
-    if config.redis_url is None:
-        return None
-    return {
-        "url": config.redis_url,
-        "key_prefix": f"{config.redis_prefix}o:",
-        "read_timeout_s": config.redis_timeout_s,
-        "ttl_s": PAYLOAD_TTL_S,
-    }
-
-
-def _manifests(config: StoreConfig) -> Manifests | None:
-    if config.redis_url is None:
-        return None
-    return Manifests(
-        config.redis_url, config.redis_prefix, config.manifest_ttl_s, config.redis_timeout_s
-    )
-
-
 def _shared_memory(config: StoreConfig) -> SharedMemory:
     if not config.share_memory:
         return "off"
@@ -338,15 +320,14 @@ def _shared_memory(config: StoreConfig) -> SharedMemory:
 
 
 def _ledger(config: StoreConfig) -> Ledger | None:
-    if config.redis_url is None:
-        return None
-    return Ledger(config.redis_url, config.redis_prefix, config.redis_timeout_s)
+    servers = redis_servers(config, config.redis_timeout_s)
+    return None if servers is None else Ledger(servers, config.redis_prefix)
 
 
 def _shared_index(config: StoreConfig, clock: Callable[[], float]) -> SharedIndex | None:
-    if config.redis_url is None or not config.shared_index_timeout_s:
-        return None
-    return SharedIndex(config.redis_url, config.redis_prefix, config.shared_index_timeout_s, clock)
+    timeout_s = config.shared_index_timeout_s
+    servers = redis_servers(config, timeout_s) if timeout_s else None
+    return None if servers is None else SharedIndex(servers, config.redis_prefix, timeout_s, clock)
 
 
 def _identity(listen: str) -> str:
@@ -382,8 +363,5 @@ def _checkpoint(record: Record) -> pb.Checkpoint:
     )
 
 
-def _without_password(url: str | None) -> str:
-    if url is None:
-        return "none"
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}"
+def _without_password(urls: str | None) -> str:
+    return " ".join(str(RedisEndpoint.parse(url)) for url in (urls or "").split()) or "none"

@@ -1,6 +1,7 @@
 """What operators decided, and whose namespaces are whose, kept in Redis over a restart.
 
-Stores that share a Redis share it. Three hashes, each value sealed like a manifest's:
+Stores that share a Redis share it; of several servers one has it. Three hashes, each value sealed
+like a manifest's:
 
     key        field       value
     a:owners   namespace   tenant digest, 16 bytes
@@ -17,8 +18,6 @@ import struct
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from tailreplay.store.errors import StoreUnavailable
 from tailreplay.store.manifest import seal
@@ -28,6 +27,8 @@ from tailreplay.store.quota import NO_LIMITS, Limits
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from tailreplay.store.redis_servers import RedisServers
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -36,26 +37,23 @@ _LIMITS = struct.Struct("<QQ")
 _NONE = (1 << 64) - 1
 _SEAL_BYTES = 8
 _SCAN_COUNT = 1000
+_PLACED_BY = b"a:"
+"""What says which of several servers has the three hashes."""
 
 
 class Ledger:
     """Reads and writes operators' decisions. Thread-safe; every call is bounded by the timeout.
 
     Args:
-        url: of the Redis that has the manifests.
+        servers: those that have the manifests; closed with this.
         key_prefix: in front of every key.
-        timeout_s: longest wait for one answer.
 
     All methods raise StoreUnavailable when Redis does not answer.
     """
 
-    def __init__(self, url: str, key_prefix: str, timeout_s: float) -> None:
-        self._redis = redis.Redis.from_url(
-            url,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 0),
-        )
+    def __init__(self, servers: RedisServers, key_prefix: str) -> None:
+        self._servers = servers
+        self._redis = servers.clients[servers.owner(_PLACED_BY)]
         self._prefix = key_prefix.encode()
 
     def owners(self) -> dict[bytes, bytes]:
@@ -113,19 +111,21 @@ class Ledger:
         return self._run(
             lambda: [
                 key
+                for client in self._servers.clients
                 for pattern in patterns
-                for key in self._redis.scan_iter(match=pattern, count=_SCAN_COUNT)
+                for key in client.scan_iter(match=pattern, count=_SCAN_COUNT)
             ]
         )
 
     def delete(self, keys: list[bytes]) -> int:
         """Deletes keys; returns how many were there."""
         parts = [keys[at : at + _SCAN_COUNT] for at in range(0, len(keys), _SCAN_COUNT)]
-        return self._run(lambda: sum(int(self._redis.unlink(*part)) for part in parts))
+        clients = self._servers.clients
+        return self._run(lambda: sum(int(c.unlink(*part)) for c in clients for part in parts))
 
     def close(self) -> None:
         """Closes the connections."""
-        self._redis.close()
+        self._servers.close()
 
     def _all(self, table: bytes) -> dict[bytes, bytes]:
         key = self._key(table)

@@ -26,12 +26,11 @@ import re
 import struct
 import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import redis
 from blake3 import blake3
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from tailreplay.store.chain import DIGEST_BYTES
 from tailreplay.store.errors import StoreUnavailable
@@ -49,7 +48,10 @@ from tailreplay.store.tokens import MAX_TOKENS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from redis.client import Pipeline
+
     from tailreplay.store.record import Record
+    from tailreplay.store.redis_servers import RedisServers
 
 logger = logging.getLogger(__name__)
 
@@ -118,16 +120,6 @@ def entry_of(record: Record) -> Entry:
     return Entry(field, size, provenance, record.name.prefix_hash, record.digest)
 
 
-def connected(url: str, timeout_s: float) -> redis.Redis:
-    """A client that makes one attempt per call; the store decides what a failure means."""
-    return redis.Redis.from_url(
-        url,
-        socket_timeout=timeout_s,
-        socket_connect_timeout=timeout_s,
-        retry=Retry(NoBackoff(), 0),
-    )
-
-
 def manifest_key(key_prefix: str, namespace: bytes, prefix_hash: bytes) -> bytes:
     """Key of a block's manifest."""
     return key_prefix.encode() + b"m:" + namespace + prefix_hash
@@ -155,37 +147,55 @@ class Manifests:
     """Reads and writes manifests. Thread-safe; every call is bounded by the socket timeout.
 
     Args:
-        url: `redis://[user:password@]host:port` or `unix:///path`.
+        servers: where they are.
         key_prefix: in front of every key.
         ttl_s: life of a manifest; shorter than that of payloads.
-        timeout_s: longest wait for one answer.
+
+    Attributes:
+        whole: whether the last `load` read every server.
     """
 
-    def __init__(self, url: str, key_prefix: str, ttl_s: float, timeout_s: float) -> None:
-        self._redis = connected(url, timeout_s)
+    def __init__(self, servers: RedisServers, key_prefix: str, ttl_s: float) -> None:
+        self._servers = servers
         self._prefix = key_prefix.encode() + b"m:"
         self._ttl_ms = int(ttl_s * 1000)
-        # Guarded by _lock: whether the last call failed.
+        self.whole = False
+        # Guarded by _lock: the servers whose last call failed.
         self._lock = threading.Lock()
-        self._failing = False
+        self._failing: set[int] = set()
 
-    def commit(self, entries: Iterable[tuple[Block, Entry]]) -> None:
+    def commit(self, entries: Iterable[tuple[Block, Entry]]) -> list[bool]:
         """Makes payloads that are in Redis findable.
 
-        Raises:
-            StoreUnavailable: Redis did not take all of it.
+        Returns:
+            For each entry whether it is.
         """
-        pipe = self._redis.pipeline(transaction=False)
+        pipes: dict[int, Pipeline] = {}
+        owners = []
         for block, entry in entries:
-            key = self._key(block.namespace, block.prefix_hash)
-            fields = {"b": _pack_block(block), entry.field: _pack_entry(entry)}
-            pipe.hset(key, mapping={f: v + seal(key, f.encode(), v) for f, v in fields.items()})
-            pipe.pexpire(key, self._ttl_ms)
+            owners.append(self._servers.owner(block.prefix_hash))
+            self._add(self._pipe(pipes, owners[-1]), block, entry)
             if entry.kind is Kind.KV:
+                # A member says nothing without its manifest, wherever that is.
+                pipe = self._pipe(pipes, self._servers.owner(block.parent_hash))
                 siblings = children_key(self._key(block.namespace, block.parent_hash))
                 pipe.zadd(siblings, {block.digests + block.prefix_hash: 0})
                 pipe.pexpire(siblings, self._ttl_ms)
-        self._run(pipe.execute)
+        taken = {
+            server: self._run(server, pipe.execute) is not None for server, pipe in pipes.items()
+        }
+        return [taken[server] for server in owners]
+
+    def _pipe(self, pipes: dict[int, Pipeline], server: int) -> Pipeline:
+        if server not in pipes:
+            pipes[server] = self._servers.clients[server].pipeline(transaction=False)
+        return pipes[server]
+
+    def _add(self, pipe: Pipeline, block: Block, entry: Entry) -> None:
+        key = self._key(block.namespace, block.prefix_hash)
+        fields = {"b": _pack_block(block), entry.field: _pack_entry(entry)}
+        pipe.hset(key, mapping={f: v + seal(key, f.encode(), v) for f, v in fields.items()})
+        pipe.pexpire(key, self._ttl_ms)
 
     def forget(self, entries: Iterable[tuple[bytes, bytes, str]]) -> None:
         """Takes fields away; the payloads behind them count as gone from then on.
@@ -196,36 +206,56 @@ class Manifests:
         Raises:
             StoreUnavailable: Redis did not take all of it.
         """
-        pipe = self._redis.pipeline(transaction=False)
+        by_server: dict[int, list[tuple[bytes, str]]] = {}
         for namespace, prefix_hash, field in entries:
-            pipe.hdel(self._key(namespace, prefix_hash), field)
-        self._run(pipe.execute)
+            key = self._key(namespace, prefix_hash)
+            by_server.setdefault(self._servers.owner(prefix_hash), []).append((key, field))
+        done = [self._forget(server, fields) for server, fields in by_server.items()]
+        if not all(done):
+            raise StoreUnavailable(f"{done.count(False)} Redis servers did not forget manifests")
+
+    def _forget(self, server: int, fields: Sequence[tuple[bytes, str]]) -> bool:
+        pipe = self._servers.clients[server].pipeline(transaction=False)
+        for key, field in fields:
+            pipe.hdel(key, field)
+        return self._run(server, pipe.execute) is not None
 
     def load(self) -> list[tuple[Block, list[Entry]]]:
-        """Every manifest, ordered so that a block comes after the one before it.
+        """Every manifest that can be read, ordered so that a block comes after the one before it.
 
         Raises:
-            StoreUnavailable: Redis can not be read.
+            StoreUnavailable: no server can be read.
         """
-        found = self._run(lambda: list(self._scan()))
-        return sorted(found, key=lambda item: (item[0].first_token, len(item[0].digests) > 0))
+        each = [
+            self._run(server, partial(self._scan, client))
+            for server, client in enumerate(self._servers.clients)
+        ]
+        found = [manifests for manifests in each if manifests is not None]
+        self.whole = len(found) == len(each)
+        if not found:
+            raise StoreUnavailable("no Redis server gives manifests")
+        listed = [manifest for manifests in found for manifest in manifests]
+        return sorted(listed, key=lambda item: (item[0].first_token, len(item[0].digests) > 0))
 
     def close(self) -> None:
         """Closes the connections."""
-        self._redis.close()
+        self._servers.close()
 
-    def _scan(self) -> Iterator[tuple[Block, list[Entry]]]:
+    def _scan(self, client: redis.Redis) -> list[tuple[Block, list[Entry]]]:
+        found: list[tuple[Block, list[Entry]]] = []
         keys: list[bytes] = []
-        for key in self._redis.scan_iter(match=self._prefix + b"*", count=_SCAN_COUNT):
+        for key in client.scan_iter(match=self._prefix + b"*", count=_SCAN_COUNT):
             if len(key) == len(self._prefix) + _NAMES_BYTES:  # others are sets of children
                 keys.append(key)
             if len(keys) == _SCAN_COUNT:
-                yield from self._read(keys)
+                found += self._read(client, keys)
                 keys = []
-        yield from self._read(keys)
+        return [*found, *self._read(client, keys)]
 
-    def _read(self, keys: Sequence[bytes]) -> Iterator[tuple[Block, list[Entry]]]:
-        pipe = self._redis.pipeline(transaction=False)
+    def _read(
+        self, client: redis.Redis, keys: Sequence[bytes]
+    ) -> Iterator[tuple[Block, list[Entry]]]:
+        pipe = client.pipeline(transaction=False)
         for key in keys:
             pipe.hgetall(key)
         # A key of another type answers with an error of its own, which makes it a miss.
@@ -239,20 +269,22 @@ class Manifests:
     def _key(self, namespace: bytes, prefix_hash: bytes) -> bytes:
         return self._prefix + namespace + prefix_hash
 
-    def _run(self, call: Callable[[], T]) -> T:
+    def _run(self, server: int, call: Callable[[], T]) -> T | None:
+        """What a call to a server returns; None when it failed."""
         try:
             answer = call()
         except redis.RedisError as error:
-            if self._changes(failing=True):
+            if self._changes(server, failing=True):
                 logger.warning("Redis did not take or give manifests: %s", error)
-            raise StoreUnavailable(f"Redis did not take or give manifests: {error}") from error
-        if self._changes(failing=False):
+            return None
+        if self._changes(server, failing=False):
             logger.info("Redis takes and gives manifests again")
         return answer
 
-    def _changes(self, *, failing: bool) -> bool:
+    def _changes(self, server: int, *, failing: bool) -> bool:
         with self._lock:
-            changed, self._failing = self._failing != failing, failing
+            changed = (server in self._failing) != failing
+            (self._failing.add if failing else self._failing.discard)(server)
         return changed
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import heapq
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
 FLIGHT_BYTES = 4 << 20
@@ -99,12 +99,12 @@ class JobQueue:
                 room -= len(load.into)
         return taken
 
-    def remove_loads(self, keys: Collection[bytes]) -> list[Load]:
-        """Take the loads of some keys out, wherever they stand."""
+    def remove_loads(self, which: Callable[[Load], bool]) -> list[Load]:
+        """Take some loads out, wherever they stand."""
         stay, gone = [], []
         for entry in self._jobs:
             job = entry[2]
-            if isinstance(job, Load) and job.key in keys:
+            if isinstance(job, Load) and which(job):
                 gone.append(job)
             else:
                 stay.append(entry)

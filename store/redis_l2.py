@@ -9,12 +9,12 @@ Stock `lmcache server` loads it as well:
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from lmcache.lmcache_native import Bitmap
@@ -28,7 +28,8 @@ from lmcache.v1.platform import create_event_notifier
 
 from tailreplay.store.misses import Miss
 from tailreplay.store.objects import Kind
-from tailreplay.store.redis_endpoint import RedisEndpoint
+from tailreplay.store.placement import owner
+from tailreplay.store.redis_endpoint import RedisEndpoint, RedisLogin, RedisTls
 from tailreplay.store.redis_jobs import Load, Outcome, Store
 from tailreplay.store.redis_shard import RedisShard, ShardCounters, ShardSettings
 from tailreplay.store.urgent_gate import UrgentGate
@@ -64,40 +65,46 @@ class TailReplayRedisL2Config(L2AdapterConfigBase):  # type: ignore[misc]  # unt
     """Where the Redis servers are, and how to use them.
 
     Attributes:
-        urls: one per server, as `RedisEndpoint.parse` reads them; never printed.
+        endpoints: the servers.
         key_prefix: what every key starts with.
         shard: per server.
         gate: held by urgent loads, waited at by all else.
     """
 
-    urls: tuple[str, ...] = field(repr=False)
+    endpoints: tuple[RedisEndpoint, ...]
     key_prefix: str = "tailreplay:o:"
     shard: ShardSettings = field(default_factory=ShardSettings)
     gate: UrgentGate = field(default_factory=UrgentGate, repr=False)
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> TailReplayRedisL2Config:
-        """Read LMCache's form: `url` or `urls`, `key_prefix`, and the fields of ShardSettings.
+        """Read LMCache's form: what `help` says.
 
         Raises:
             ValueError: there is no URL, or a field that nobody knows.
+            OSError: the password file can not be read.
         """
         given = {key: value for key, value in d.items() if key not in _LMCACHE_FIELDS}
         urls = given.pop("urls", None) or ([url] if (url := given.pop("url", None)) else [])
         if not urls:
             raise ValueError("url or urls: no Redis server given")
-        for url in urls:
-            RedisEndpoint.parse(url)
+        tls = RedisTls(*(given.pop(name, "") for name in ("ca_file", "cert_file", "key_file")))
+        password_file = given.pop("password_file", "")
+        password = Path(password_file).read_text().strip() if password_file else ""
+        login = RedisLogin(given.pop("username", ""), password, tls)
         prefix = given.pop("key_prefix", cls.key_prefix)
         if unknown := set(given) - {f.name for f in fields(ShardSettings)}:
             raise ValueError(f"unknown fields {sorted(unknown)}")
-        return cls(tuple(urls), prefix, ShardSettings(**given))
+        endpoints = tuple(RedisEndpoint.parse(url, login) for url in urls)
+        return cls(endpoints, prefix, ShardSettings(**given))
 
     @classmethod
     def help(cls) -> str:
         """Return the fields, for LMCache's command line."""
         return (
-            "url or urls (redis://[user:password@]host:port or unix:///path), key_prefix, "
+            "url or urls (redis[s]://[user:password@]host:port[/database] or unix:///path), "
+            "username and password_file (where a URL has none), ca_file, cert_file and key_file "
+            "(PEM, for rediss://), key_prefix, "
             + ", ".join(f"{f.name} (default {f.default})" for f in fields(ShardSettings))
         )
 
@@ -168,8 +175,9 @@ class TailReplayRedisL2(L2AdapterInterface):  # type: ignore[misc]  # untyped ba
         self._lookups: dict[int, Bitmap] = {}
         self._loads: dict[int, Bitmap] = {}
         self._shards = [
-            RedisShard(RedisEndpoint.parse(url), config.shard, config.gate) for url in config.urls
+            RedisShard(endpoint, config.shard, config.gate) for endpoint in config.endpoints
         ]
+        self._places = [endpoint.place for endpoint in config.endpoints]
 
     def get_store_event_fd(self) -> int:
         """Return the descriptor that becomes readable when a store task is finished."""
@@ -334,19 +342,12 @@ class TailReplayRedisL2(L2AdapterInterface):  # type: ignore[misc]  # untyped ba
         return positions
 
     def _shard_of(self, key: ObjectKey) -> RedisShard:
-        """Rendezvous hash: a server that leaves takes only its own keys along."""
-        if len(self._shards) == 1:
-            return self._shards[0]
-        return max(self._shards, key=lambda shard: _weight(shard, key.chunk_hash))
+        return self._shards[owner(self._places, key.chunk_hash)]
 
     def _redis_key(self, key: ObjectKey) -> bytes:
         name = f"{key.model_name}@{key.kv_rank:08x}@{key.object_group_id:x}"
         salt = f"@{key.cache_salt}" if key.cache_salt else ""
         return f"{self._prefix}{name}@{key.chunk_hash.hex()}{salt}".encode()
-
-
-def _weight(shard: RedisShard, chunk_hash: bytes) -> bytes:
-    return hashlib.blake2b(str(shard.endpoint).encode() + b"\0" + chunk_hash).digest()
 
 
 def _answer_one(task: _Task, position: int) -> Callable[[bool], None]:

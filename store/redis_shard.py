@@ -26,13 +26,16 @@ class ShardSettings:
         workers: threads, and connections, that move payloads; with 2 or more, one of them is kept
             for urgent loads.
         connect_timeout_s: limit for making a connection.
-        read_timeout_s: limit for each wait for the server.
+        patience_s: limit for each wait for the server in a lookup or load; one that is silent for
+            so long costs every request that once, and none until it answers again.
+        read_timeout_s: the same in a store, which nobody waits for.
         ttl_s: seconds until a stored value expires.
     """
 
     workers: int = 3
     connect_timeout_s: float = 0.5
-    read_timeout_s: float = 2.0
+    patience_s: float = 0.2
+    read_timeout_s: float = 5.0
     ttl_s: int = 86400
 
 
@@ -80,7 +83,7 @@ class RedisShard:
     """Loads and stores on one Redis server, in order of priority, on threads of its own.
 
     Every method returns at once; what was asked for is told its outcome exactly once, on another
-    thread. While the server is away nothing waits for it: lookups find nothing, the rest fails.
+    thread or, of loads from a server that does not answer, before the method returns.
 
     Args:
         endpoint: the server.
@@ -92,8 +95,6 @@ class RedisShard:
         self.endpoint = endpoint
         self._settings = settings
         self._gate = gate
-        times = LinkTimes(settings.connect_timeout_s, settings.read_timeout_s)
-        self._link = RedisLink(endpoint, times)
         # State, under _lock.
         self._lock = threading.Lock()
         self._any_job = threading.Condition(self._lock)
@@ -103,6 +104,8 @@ class RedisShard:
         self._control: deque[_Control] = deque()
         self._closing = False
         self._counters = ShardCounters()
+        times = LinkTimes(settings.connect_timeout_s, settings.patience_s, settings.read_timeout_s)
+        self._link = RedisLink(endpoint, times, self._fail_loads)
         self._threads = [
             _start("control", self._run_control),
             *(_start(f"worker-{i}", self._run_worker, i) for i in range(settings.workers)),
@@ -112,7 +115,10 @@ class RedisShard:
         """Read a payload; its memory must stay valid until it is done."""
         if load.urgent:
             self._gate.enter()
-        self._submit(load)
+        if self._link.answers:
+            self._submit(load)
+        else:
+            self._end_load(load, Outcome.AWAY)
 
     def store(self, store: Store) -> None:
         """Write a payload, which must stay as it is until that is done."""
@@ -121,7 +127,7 @@ class RedisShard:
     def cancel(self, keys: Collection[bytes]) -> None:
         """Take back loads of some keys, but for those under way."""
         with self._lock:
-            gone = self._jobs.remove_loads(keys)
+            gone = self._jobs.remove_loads(lambda load: load.key in keys)
         for load in gone:
             self._end_load(load, Outcome.CANCELLED)
 
@@ -185,6 +191,12 @@ class RedisShard:
                 wakeup.wait()
             return self._jobs.take()
 
+    def _fail_loads(self) -> None:
+        with self._lock:
+            gone = self._jobs.remove_loads(lambda load: True)
+        for load in gone:
+            self._end_load(load, Outcome.AWAY)
+
     def _run_control(self) -> None:
         connection = self._link.connection()
         while (command := self._next_control()) is not None:
@@ -238,7 +250,9 @@ class RedisShard:
         ttl_ms, between = self._settings.ttl_s * 1000, self._give_way
         try:
             self._link.attempt(
-                connection, lambda c: c.set(store.key, parts, ttl_ms=ttl_ms, between=between)
+                connection,
+                lambda c: c.set(store.key, parts, ttl_ms=ttl_ms, between=between),
+                patient=True,
             )
         except RespError as error:
             self._count(stores=1, refused=not error.closed, store_failures=error.closed)

@@ -74,6 +74,13 @@ class RespConnection:
         """Whether a connection stands, as far as is known without using it."""
         return self._stream is not None
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set the limit for each wait for the server, from now on."""
+        self._read_timeout_s = timeout_s
+        if self._stream is not None:
+            with contextlib.suppress(OSError):  # of a connection that is cut off just now
+                self._stream.set_timeout(timeout_s)
+
     def connect(self) -> None:
         """Connect, log in and see that the server serves; nothing when that is done already.
 

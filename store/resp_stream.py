@@ -51,13 +51,22 @@ class RespStream:
         self._plain = not isinstance(sock, ssl.SSLSocket)
         if self._plain:
             sock.settimeout(None)
-            limit = _TIMEVAL.pack(int(timeout_s), int(timeout_s % 1 * 1e6) or 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        else:
-            sock.settimeout(timeout_s)
+        self._timeout_s = 0.0
+        self.set_timeout(timeout_s)
         self._buffer = bytearray(_BUFFER_BYTES)
         self._start = self._end = 0
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set the limit for each wait from now on."""
+        if timeout_s == self._timeout_s:
+            return
+        self._timeout_s = timeout_s
+        if not self._plain:
+            self._socket.settimeout(timeout_s)
+            return
+        limit = _TIMEVAL.pack(int(timeout_s), int(timeout_s % 1 * 1e6) or 1)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def send(self, parts: Sequence[bytes | memoryview], between: Between | None = None) -> None:
         """Send `parts`, one after the other; `between` is called before each step of large ones."""

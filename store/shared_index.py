@@ -25,17 +25,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import redis
 
 from tailreplay.store.chain import common_tokens
-from tailreplay.store.manifest import children_key, connected, manifest_key, parsed_manifest
+from tailreplay.store.manifest import children_key, manifest_key, parsed_manifest
 from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind
+from tailreplay.store.redis_servers import Question
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from redis.client import Pipeline
-
     from tailreplay.store.index import Block
     from tailreplay.store.manifest import Entry
     from tailreplay.store.prompt import Prompt
+    from tailreplay.store.redis_servers import RedisServers
 
 logger = logging.getLogger(__name__)
 
@@ -82,20 +82,20 @@ class SharedIndex:
     """Asks Redis. Thread-safe.
 
     Args:
-        url: of the Redis that has the manifests.
+        servers: those that have the manifests; closed with this.
         key_prefix: in front of every key.
-        timeout_s: longest that one lookup waits.
+        timeout_s: longest that one lookup goes on.
         clock: seconds that only grow; stepped by tests.
     """
 
     def __init__(
         self,
-        url: str,
+        servers: RedisServers,
         key_prefix: str,
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._redis = connected(url, timeout_s)
+        self._servers = servers
         self._prefix = key_prefix
         self._timeout_s = timeout_s
         self._clock = clock
@@ -118,7 +118,7 @@ class SharedIndex:
         question = prompt.namespace + prompt.digests_of(end - 1, end)
         if not self._may_ask(question):
             return None
-        walk = _Walk(self._redis, self._prefix, prompt, self._clock, self._timeout_s)
+        walk = _Walk(self._servers, self._prefix, prompt, self._clock, self._timeout_s)
         try:
             answer = walk.go(at_token, shared_tokens)
         except redis.RedisError as error:
@@ -137,7 +137,7 @@ class SharedIndex:
 
     def close(self) -> None:
         """Closes the connections."""
-        self._redis.close()
+        self._servers.close()
 
     def _may_ask(self, question: bytes) -> bool:
         now = self._clock()
@@ -165,13 +165,13 @@ class _Walk:
 
     def __init__(
         self,
-        client: redis.Redis,
+        servers: RedisServers,
         prefix: str,
         prompt: Prompt,
         clock: Callable[[], float],
         timeout_s: float,
     ) -> None:
-        self._redis = client
+        self._servers = servers
         self._prefix = prefix
         self._prompt = prompt
         self._clock = clock
@@ -180,13 +180,11 @@ class _Walk:
 
     def go(self, start: int, shared: int) -> Beyond | None:
         """Follows the prompt from a block's end, of whose next block `shared` tokens are known."""
-        pipe = self._redis.pipeline(transaction=False)
-        self._want(pipe, start)
         ends = self._ends(start, _FIRST_BLOCKS)
-        for end in ends:
-            self._want(pipe, end)
-        self._want_neighbours(pipe, start)
-        parent, *replies, after, before = pipe.execute()
+        wanted = [self._manifest(end) for end in (start, *ends)]
+        parent, *replies, after, before = self._servers.ask(
+            [*wanted, *self._children(start, self._wanted(start))]
+        )
         states = self._states(self._found(start, parent), start)
         whole = self._leading(ends, replies)
         count = _FIRST_BLOCKS
@@ -195,10 +193,8 @@ class _Walk:
             more = self._ends(ends[-1], count)
             if not more:
                 break
-            pipe = self._redis.pipeline(transaction=False)
-            for end in more:
-                self._want(pipe, end)
-            whole += self._leading(more, pipe.execute())
+            replies = self._servers.ask([self._manifest(end) for end in more])
+            whole += self._leading(more, replies)
             ends += more
         at = start + len(whole) * KV_BLOCK_TOKENS
         near = None if whole else [*after, *before]
@@ -210,14 +206,21 @@ class _Walk:
         stop = min(at + count * KV_BLOCK_TOKENS, len(self._prompt))
         return list(range(at + KV_BLOCK_TOKENS, stop + 1, KV_BLOCK_TOKENS))
 
-    def _want(self, pipe: Pipeline, end: int) -> None:
-        pipe.hgetall(self._key(end))
+    def _manifest(self, end: int) -> Question:
+        return self._manifest_of(self._prompt.chain.prefix_hash(end))
 
-    def _want_neighbours(self, pipe: Pipeline, at: int) -> None:
-        key = children_key(self._key(at))
-        wanted = self._wanted(at)
-        pipe.zrangebylex(key, b"[" + wanted, b"+", 0, _NEIGHBOURS)
-        pipe.zrevrangebylex(key, b"(" + wanted, b"-", 0, _NEIGHBOURS)
+    def _manifest_of(self, name: bytes) -> Question:
+        key = manifest_key(self._prefix, self._prompt.namespace, name)
+        return Question(name, ("HGETALL", key), {})
+
+    def _children(self, at: int, wanted: bytes) -> list[Question]:
+        """The neighbours of what is wanted among the children of the block that ends at `at`."""
+        name, key = self._prompt.chain.prefix_hash(at), children_key(self._key(at))
+        limit = ("LIMIT", 0, _NEIGHBOURS)
+        return [
+            Question(name, ("ZRANGEBYLEX", key, b"[" + wanted, b"+", *limit), []),
+            Question(name, ("ZREVRANGEBYLEX", key, b"(" + wanted, b"-", *limit), []),
+        ]
 
     def _leading(self, ends: Sequence[int], replies: Sequence[Any]) -> list[Found]:
         """Those before the first that is not there, or has no keys and values."""
@@ -238,16 +241,15 @@ class _Walk:
             found, stale = self._first_good(at, better) if better else (None, [])
             if stale:
                 self.stale += len(stale)
-                self._redis.zrem(children_key(self._key(at)), *stale)
+                name, key = self._prompt.chain.prefix_hash(at), children_key(self._key(at))
+                self._servers.ask([Question(name, ("ZREM", key, *stale), 0)])
             if found is not None or not stale:
                 return found
             members = None
         return None
 
     def _neighbours(self, at: int) -> list[bytes]:
-        pipe = self._redis.pipeline(transaction=False)
-        self._want_neighbours(pipe, at)
-        after, before = pipe.execute()
+        after, before = self._servers.ask(self._children(at, self._wanted(at)))
         return [*after, *before]
 
     def _better(self, at: int, shared: int, members: Sequence[bytes]) -> list[bytes]:
@@ -267,12 +269,7 @@ class _Walk:
         return None, stale
 
     def _manifests(self, members: Sequence[bytes]) -> list[Any]:
-        pipe = self._redis.pipeline(transaction=False)
-        for member in members:
-            name = member[-_NAME_BYTES:]
-            pipe.hgetall(manifest_key(self._prefix, self._prompt.namespace, name))
-        replies: list[Any] = pipe.execute()
-        return replies
+        return self._servers.ask([self._manifest_of(member[-_NAME_BYTES:]) for member in members])
 
     def _child(self, at: int, member: bytes, fields: dict[bytes, bytes]) -> Found | None:
         """A member's block, if its manifest agrees with it."""

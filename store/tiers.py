@@ -9,7 +9,7 @@ import contextlib
 import enum
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,7 +51,7 @@ class Tiers:
 
     Args:
         pool: memory of the CPU tier, from now on this object's to close.
-        redis: fields of `TailReplayRedisL2Config.from_dict`; None for no Redis.
+        redis: how objects are kept in Redis; None for no Redis.
         on_redis_stored: called on a background thread once objects are in Redis.
         on_redis_failed: called there for objects that will not get to Redis.
         gate: what is urgent passes first; urgent loads from Redis hold it by themselves.
@@ -62,18 +62,16 @@ class Tiers:
         self,
         pool: Pool,
         *,
-        redis: Mapping[str, object] | None,
+        redis: TailReplayRedisL2Config | None,
         on_redis_stored: Callable[[Sequence[ObjectName]], None],
         on_redis_failed: Callable[[Sequence[ObjectName]], None],
         gate: UrgentGate | None = None,
     ) -> None:
         self.gate = gate or UrgentGate()
-        adapters = []
+        adapters = [] if redis is None else [replace(redis, gate=self.gate)]
         with contextlib.ExitStack() as undo:
             undo.callback(pool.close)
             undo.callback(pool.l1.close)
-            if redis is not None:
-                adapters.append(replace(TailReplayRedisL2Config.from_dict(redis), gate=self.gate))
             self._manager = construct_manager(pool.l1, adapters)
             undo.pop_all()
         self._pool, self._l1 = pool, pool.l1

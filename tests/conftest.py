@@ -12,6 +12,8 @@ os.environ.update(
     LMCACHE_LOG_LEVEL="ERROR",
     LMCACHE_DISABLE_BANNER="1",
     DO_NOT_TRACK="1",
+    # A machine that is busy with other tests may be silent for longer than a cache should wait.
+    TAILREPLAY_REDIS_PATIENCE_S="5",
 )
 
 

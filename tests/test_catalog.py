@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from redis_server import servers_at
 from store_objects import GEOMETRY, Prefix, put_frames, runs_of, span_range
 
 from tailreplay.proto import store_pb2 as pb
@@ -149,7 +150,7 @@ def test_what_is_pinned_stays_and_others_go_in_its_place(store, space):
 
 def test_what_is_on_its_way_to_redis_stays_until_it_is_there_or_given_up(store, space):
     prefix, _ = two(space)
-    manifests = Manifests("unix:///nowhere/redis.sock", "t:", 60.0, 1.0)
+    manifests = Manifests(servers_at("unix:///nowhere/redis.sock"), "t:", 60.0)
     catalog = Catalog(manifests)
     catalog.attach(store.tiers)  # which has no Redis, so that nothing ever arrives there
     writer = Writer(catalog, store.tiers, digest_key=digest_key, max_object_bytes=MIB)

@@ -5,7 +5,7 @@ from contextlib import closing
 
 import pytest
 import redis
-from redis_server import RedisServer
+from redis_server import RedisServer, servers_at
 from store_objects import Prefix
 
 from tailreplay.store.errors import StoreUnavailable
@@ -55,7 +55,7 @@ def raw():
 def manifests(raw):
     raw.flushall()
     kwargs = raw.connection_pool.connection_kwargs
-    made = Manifests(f"redis://127.0.0.1:{kwargs['port']}", "t:", 60.0, 5.0)
+    made = Manifests(servers_at(f"redis://127.0.0.1:{kwargs['port']}"), "t:", 60.0)
     yield made
     made.close()
 
@@ -227,15 +227,11 @@ def test_more_manifests_than_one_scan_gives_are_all_loaded(manifests):
 
 
 def test_a_redis_that_is_not_there_is_unavailable_and_warned_of_once(caplog):
-    absent = Manifests("unix:///nowhere/redis.sock", "t:", 60.0, 1.0)
-    calls = [
-        absent.load,
-        lambda: absent.commit(ENTRIES),
-        lambda: absent.forget([(SPACE, bytes(32), "k")]),
-    ]
-    for call in calls:
+    absent = Manifests(servers_at("unix:///nowhere/redis.sock"), "t:", 60.0)
+    for call in (absent.load, lambda: absent.forget([(SPACE, bytes(32), "k")])):
         with pytest.raises(StoreUnavailable, match="manifests"):
             call()
+    assert absent.commit(ENTRIES) == [False] * len(ENTRIES)
     absent.close()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
@@ -243,10 +239,29 @@ def test_a_redis_that_is_not_there_is_unavailable_and_warned_of_once(caplog):
 def test_a_redis_that_comes_back_is_told_of_once(start_redis, caplog):
     caplog.set_level(logging.INFO, "tailreplay.store.manifest")
     server = start_redis()
-    with closing(Manifests(server.url, "t:", 60.0, 5.0)) as manifests:
+    with closing(Manifests(servers_at(server.url), "t:", 60.0)) as manifests:
         server.kill()
         with pytest.raises(StoreUnavailable):
             manifests.load()
         server.start()
         assert manifests.load() == manifests.load() == []
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+
+
+def test_of_several_servers_one_that_is_away_takes_only_its_share(start_redis):
+    first, second = start_redis(), start_redis()
+    blocks = [Block(SPACE, bytes([i]) * 32, ROOT.prefix_hash, 0, b"", ()) for i in range(64)]
+    entries = [(block, Entry("k", 1000, Provenance.EXACT)) for block in blocks]
+    with closing(Manifests(servers_at(first.url, second.url), "t:", 60.0)) as manifests:
+        assert manifests.commit(entries) == [True] * 64
+        assert len(manifests.load()) == 64
+        assert manifests.whole
+        second.kill()
+        taken = manifests.commit(entries)
+        assert 16 < sum(taken) < 48
+        kept = {block.prefix_hash for block, _ in manifests.load()}
+        assert kept == {b.prefix_hash for b, t in zip(blocks, taken, strict=True) if t}
+        assert not manifests.whole
+        with pytest.raises(StoreUnavailable):
+            manifests.forget([(SPACE, block.prefix_hash, "k") for block in blocks])
+        assert [entries for _, entries in manifests.load()] == [[]] * sum(taken)

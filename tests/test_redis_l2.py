@@ -19,7 +19,7 @@ from tailreplay.store.resp import RespConnection
 from tailreplay.store.urgent_gate import UrgentGate
 
 LIMIT_S = 20
-FAST = {"connect_timeout_s": 0.2, "read_timeout_s": 0.3}
+FAST = {"connect_timeout_s": 0.2, "patience_s": 0.2, "read_timeout_s": 0.3}
 
 pytestmark = pytest.mark.redis
 
@@ -122,7 +122,7 @@ def open_driver():
     drivers = []
 
     def open_one(*urls: str, **options) -> Driver:
-        drivers.append(Driver(*urls, **{"read_timeout_s": 10} | options))
+        drivers.append(Driver(*urls, **{"read_timeout_s": 10, "patience_s": 10} | options))
         return drivers[-1]
 
     yield open_one
@@ -339,6 +339,32 @@ def test_a_frozen_redis_hangs_no_task_and_comes_back(open_driver, redis_server):
         redis_server.resume()
     driver.until_healthy()
     assert driver.load(*objects) == [True] * 100
+
+
+def test_a_silent_redis_costs_readers_its_patience_once_and_writers_nothing(
+    open_driver, redis_server
+):
+    driver = open_driver(redis_server.url, patience_s=0.2, read_timeout_s=60)
+    objects = [(key_of(i), 1000) for i in range(100)]
+    driver.store(*objects)
+    redis_server.pause()
+    adapter = driver.adapter
+    writing = adapter.submit_store_task([key_of(200)], [Memory(payload_of(key_of(200), 10))])
+    assert driver.lookup([key_of(1)]) == [False]
+    assert not driver.status("is_healthy")
+    began = time.monotonic()
+    for _ in range(100):
+        assert driver.load(*objects) == [False] * 100
+        assert driver.lookup([key_of(1)]) == [False]
+    assert time.monotonic() - began < 10  # a hundred times the patience would be 20
+    assert {why for _, why in driver.listener.missed} == {Miss.AWAY}
+    redis_server.resume()
+    driver.until_healthy()
+    assert driver.load(*objects) == [True] * 100
+    done = wait_for(adapter.get_store_event_fd(), adapter.pop_completed_store_tasks)
+    assert done[writing].is_successful()
+    (shard,) = driver.status("shards")
+    assert (shard["silences"], shard["outages"]) == (1, 0)
 
 
 def test_urgent_loads_pass_bulk_loads_which_pass_stores(open_driver, redis_server, redis):

@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 import redis
-from redis_server import RedisServer
+from redis_server import RedisServer, servers_at
 from store_objects import Client, Prefix, runs_of, span_range
 from waiting import Clock, until
 
@@ -65,7 +65,7 @@ def space():
 
 @pytest.fixture
 def shared(server):
-    with closing(SharedIndex(server.url, "tailreplay:", 5.0)) as index:
+    with closing(SharedIndex(servers_at(server.url), "tailreplay:", 5.0)) as index:
         yield index
 
 
@@ -205,7 +205,7 @@ def test_redis_holds_no_token_ids_of_children(a, raw, space):
 
 def test_a_question_is_asked_again_only_after_a_while(server, raw, space):
     clock, prompt = Clock(), Prefix(space, BASE).prompt
-    with closing(SharedIndex(server.url, "tailreplay:", 5.0, clock)) as shared:
+    with closing(SharedIndex(servers_at(server.url), "tailreplay:", 5.0, clock)) as shared:
         for now_s, asked in ((0.0, 1), (0.29, 1), (0.31, 2), (0.4, 2)):
             clock.now_s = now_s
             assert shared.beyond(prompt, 0, 0) is None
@@ -214,7 +214,7 @@ def test_a_question_is_asked_again_only_after_a_while(server, raw, space):
 
 def test_a_redis_that_fails_is_left_alone_for_a_second(space):
     clock, prefixes = Clock(), [Prefix(space, [i]).prompt for i in range(4)]
-    with closing(SharedIndex("unix:///nowhere/redis.sock", "t:", 0.1, clock)) as shared:
+    with closing(SharedIndex(servers_at("unix:///nowhere/redis.sock"), "t:", 0.1, clock)) as shared:
         for prompt, now_s, failed in zip(prefixes, (0.0, 0.1, 0.9, 1.1), (1, 1, 1, 2), strict=True):
             clock.now_s = now_s
             assert shared.beyond(prompt, 0, 0) is None
@@ -242,9 +242,10 @@ def test_a_lookup_of_a_long_prompt_asks_a_few_times(a, b, server, space):
     """Whole blocks come several at a time: round trips grow with the logarithm of the length."""
     prefix = Prefix(space, range(64 * 256))
     put(a, prefix, KV)
-    with closing(SharedIndex(server.url, "tailreplay:", 5.0)) as shared:
+    servers = servers_at(server.url)
+    with closing(SharedIndex(servers, "tailreplay:", 5.0)) as shared:
         trips = []
-        client = shared._redis
+        (client,) = servers.clients
         execute = client.connection_pool.get_connection
         client.connection_pool.get_connection = lambda *names: trips.append(1) or execute(*names)
         beyond = shared.beyond(prefix.prompt, 0, 0)

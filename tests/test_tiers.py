@@ -24,6 +24,7 @@ from tailreplay.store.objects import Kind, ObjectName
 from tailreplay.store.pins import Pinned
 from tailreplay.store.pool import Pool
 from tailreplay.store.redis_endpoint import RedisEndpoint
+from tailreplay.store.redis_l2 import TailReplayRedisL2Config
 from tailreplay.store.resp import RespConnection
 from tailreplay.store.shm_pool import pool_name
 from tailreplay.store.tiers import PutOutcome, Tiers
@@ -89,7 +90,10 @@ def open_tiers(closer: ThreadPoolExecutor, outcomes: Outcomes) -> Iterator[OpenT
                     "auto",
                     None,
                 ),
-                redis=redis_url and {"url": redis_url, "read_timeout_s": 1.0},
+                redis=redis_url
+                and TailReplayRedisL2Config.from_dict(
+                    {"url": redis_url, "read_timeout_s": 1.0, "patience_s": 10}
+                ),
                 on_redis_stored=lambda names: [outcomes.put(("stored", n)) for n in names],
                 on_redis_failed=lambda names: [outcomes.put(("failed", n)) for n in names],
             )

@@ -151,10 +151,13 @@ def _redis_bytes(blocks: int) -> Field:
     from tailreplay.store.index import Block
     from tailreplay.store.manifest import Entry, Manifests
     from tailreplay.store.objects import Provenance
+    from tailreplay.store.redis_endpoint import RedisEndpoint
+    from tailreplay.store.redis_servers import RedisServers
 
     server = RedisServer()
     try:
-        manifests = Manifests(server.url, "bench:", 3600.0, 20.0)
+        endpoint = RedisEndpoint.parse(server.url)
+        manifests = Manifests(RedisServers([endpoint], 20.0), "bench:", 3600.0)
         probe = redis.Redis.from_url(server.url)
         before = probe.info("memory")["used_memory"]
         for at in range(blocks):
