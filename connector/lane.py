@@ -274,7 +274,10 @@ class LaneStream:
         self._lanes = lanes
         self._lane = lane
         self._breaker = breaker
-        self._cancelled = threading.Event()
+        # Guarded by _lock: whether somebody reads, and whether it was cancelled.
+        self._lock = threading.Lock()
+        self._is_read = False
+        self._cancelled = False
 
     def __iter__(self) -> Iterator[Step]:
         """The steps.
@@ -282,23 +285,40 @@ class LaneStream:
         Raises:
             TailReplayError: the lane broke; what came before is good.
         """
+        with self._lock:
+            self._is_read = True
         try:
             yield from self._steps()
         except (OSError, StoreUnavailable) as error:
-            self._lane.close()
-            if not self._cancelled.is_set():
+            if not self._let_go():
                 self._breaker.failed()
+            self._lane.close()
             raise StoreUnavailable(f"a data lane broke: {error}") from error
         except BaseException:
+            self._let_go()
             self._lane.close()
             raise
         self._breaker.succeeded()
-        self._lanes.give_back(self._lane)
+        if self._let_go():
+            self._lane.close()
+        else:
+            self._lanes.give_back(self._lane)
+
+    def _let_go(self) -> bool:
+        """From now on `cancel` leaves the lane, which others may use, alone; was it cancelled?"""
+        with self._lock:
+            was_cancelled, self._cancelled = self._cancelled, True
+        return was_cancelled
 
     def cancel(self) -> None:
-        """Ends the stream; the store gives its pins back."""
-        self._cancelled.set()
-        hang_up(self._lane.sock)
+        """Ends the stream; the store gives its pins back. Does nothing to one that has ended."""
+        with self._lock:
+            if self._cancelled:
+                return
+            self._cancelled = True
+            hang_up(self._lane.sock)
+            if not self._is_read:
+                self._lane.sock.close()
 
     def stalled(self) -> None:
         """Counts against the store that nothing has come for too long."""

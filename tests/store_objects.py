@@ -229,6 +229,9 @@ class Client:
         request = pb.FetchRequest(namespace=prefix.namespace, leaf=leaf, ranges=ranges)
         return self.stub.Fetch(request, timeout=20)
 
+    def release(self, lease_id: bytes) -> None:
+        self.stub.Release(pb.ReleaseRequest(lease_id=lease_id), timeout=20)
+
     def stats(self) -> pb.StatsResponse:
         return self.stub.Stats(pb.StatsRequest(), timeout=20)
 

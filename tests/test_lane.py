@@ -95,6 +95,19 @@ def test_a_lane_is_used_again(address):
         assert len(server._lane._connections) == 1
 
 
+def test_a_cancel_that_comes_late_leaves_the_lane_to_who_has_it_now(address):
+    with serving(address) as (_, client):
+        put(client)
+        leaf = client.match(PREFIX.namespace, PREFIX.tokens).leaf
+        nowhere = [span_range(Kind.HIDDEN, 700, 701)]
+        first = client.fetch(PREFIX.namespace, leaf, nowhere, timeout_s=WAIT_S)
+        assert [step.record.kind for step in first] == [RecordKind.MISSING]
+        second = client.fetch(PREFIX.namespace, leaf, nowhere, timeout_s=WAIT_S)
+        assert second._lane is first._lane
+        first.cancel()
+        assert [step.record.kind for step in second] == [RecordKind.MISSING]
+
+
 def test_what_the_store_has_is_neither_packed_nor_sent(address):
     packed = []
     with serving(address) as (_, client):
