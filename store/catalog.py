@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,10 +15,11 @@ from typing import TYPE_CHECKING
 from tailreplay.store.errors import GeometryMismatch, StoreUnavailable
 from tailreplay.store.evictor import Evictor
 from tailreplay.store.index import Path, TokenIndex
-from tailreplay.store.manifest import Entry, Manifests, entry_of
+from tailreplay.store.manifest import Manifests, entry_of
 from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind, ObjectName, Provenance
 from tailreplay.store.quota import Quotas
 from tailreplay.store.record import Record
+from tailreplay.store.redis_listing import RedisListing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,10 +28,13 @@ if TYPE_CHECKING:
     from tailreplay.store.index import Block, Match, Node
     from tailreplay.store.prompt import Prompt
     from tailreplay.store.quota import Limits, TierName
-    from tailreplay.store.shared_index import Beyond, SharedIndex
+    from tailreplay.store.shared_index import SharedIndex
     from tailreplay.store.tiers import Tiers
 
 logger = logging.getLogger(__name__)
+
+_BARE_BLOCKS = 1 << 14
+"""Blocks without keys and values that the index takes, beside as many as it has with them."""
 
 _SELECT_ROWS = 4096
 
@@ -50,20 +55,32 @@ class Catalog:
     Args:
         manifests: where commits are written; None without Redis.
         evictor: decides what leaves the CPU tier.
+        clock: seconds that only grow.
+        max_blocks: above so many blocks in the index, what only Redis has is forgotten early.
 
     Attributes:
         quotas: what each tenant uses, and may.
     """
 
-    def __init__(self, manifests: Manifests | None, evictor: Evictor | None = None) -> None:
+    def __init__(
+        self,
+        manifests: Manifests | None,
+        evictor: Evictor | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        max_blocks: int = 1 << 20,
+    ) -> None:
         self.quotas = Quotas()
         self._manifests = manifests
+        self._clock = clock
         self._tiers: Tiers | None = None
         # Guarded by _lock: everything below.
         self._lock = threading.Lock()
         self._index = TokenIndex()
+        self._listing = RedisListing(self._index, self._place, clock, max_blocks)
         self._evictor = Evictor() if evictor is None else evictor
         self._kept: Counter[Record] = Counter()
+        self._kv_blocks = 0
         self._claims: set[ObjectName] = set()
         self._pending: dict[ObjectName, _Pending] = {}
         self._geometry: dict[tuple[bytes, Kind], Geometry] = {}
@@ -90,7 +107,9 @@ class Catalog:
             at = known // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
             beyond = shared.beyond(prompt, at, known - at)
             if beyond is not None:
-                found = self._learn(prompt, beyond)
+                with self._lock:
+                    self._listing.learn(prompt, beyond)
+                    found = self._index.match(prompt)
         with self._lock:
             self._counts["lookups"] += 1
             self._counts["hits" if found.matched_tokens else "misses"] += 1
@@ -119,11 +138,13 @@ class Catalog:
     def claim(self, prompt: Prompt, name: ObjectName, end_token: int, size: int) -> bool:
         """Claims an object for the caller to put; False when it exists or another put brings it.
 
+        One that exists but is approximate may be put again, since what comes may be exact.
         A claim ends with `admit` or `unclaim`.
         """
         with self._lock:
             record = self._index.find(prompt, name.kind, end_token)
-            if (record is not None and record.exists) or name in self._claims:
+            exact = record is not None and record.provenance is Provenance.EXACT
+            if (record is not None and record.exists and exact) or name in self._claims:
                 return False
             self._claims.add(name)
             if self._manifests is not None:
@@ -156,10 +177,21 @@ class Catalog:
         size: int,
         provenance: Provenance,
         tail_figures: bytes = b"",
-    ) -> None:
-        """Lists an object that is now in the CPU tier, and commits it in Redis if it is there."""
+    ) -> bool:
+        """Lists an object that is now in the CPU tier, and commits it in Redis if it is there.
+
+        Returns:
+            False when it is not listed, since too many blocks before it have nothing stored: an
+            object far into an unknown prompt would cost the index more than it is worth.
+        """
         with self._lock:
+            if self._is_too_far(prompt, end_token):
+                self._claims.discard(name)
+                self._pending.pop(name, None)
+                return False
             record, home = self._locate(prompt, name.kind, end_token)
+            # What was there before was approximate, and its size may be another.
+            self._place(record, in_cpu=False, in_redis=False)
             record.size, record.provenance = size, provenance
             record.tail_figures = tail_figures
             self._place(record, in_cpu=True)
@@ -172,6 +204,7 @@ class Catalog:
                 pending.record, pending.home = record, self._index.block(prompt, home)
         if pending is not None and pending.written:
             self._commit([name])
+        return True
 
     def loaded(self, records: Sequence[Record]) -> None:
         """Notes that objects are in the CPU tier now."""
@@ -345,10 +378,25 @@ class Catalog:
             return 0
         manifests = self._manifests.load()
         with self._lock:
-            listed = sum(self._restore_block(block, entries) for block, entries in manifests)
+            listed = sum(self._listing.restore(block, entries) for block, entries in manifests)
             for block, _ in reversed(manifests):
                 self._index.prune_block(block.namespace, block.prefix_hash)
         return listed
+
+    def forget_expired(self) -> None:
+        """Forgets what is in Redis no more, and shapes of namespaces that have nothing left."""
+        row = 0
+        while True:
+            with self._lock:
+                forgotten, row = self._listing.forget_some(row)
+                self._counts["expired_objects"] += forgotten
+            if not row:
+                break
+        with self._lock:
+            busy = {name.namespace for name in self._claims}
+            gone = {space for space, _ in self._geometry} - set(self._index.sizes()) - busy
+            for key in [key for key in self._geometry if key[0] in gone]:
+                del self._geometry[key]
 
     def figures(self) -> dict[str, int]:
         """Counters and sizes by name, taken at one instant."""
@@ -414,6 +462,8 @@ class Catalog:
         record.in_cpu = record.in_cpu if in_cpu is None else in_cpu
         record.in_redis = record.in_redis if in_redis is None else in_redis
         now: dict[TierName, bool] = {"cpu": record.in_cpu, "redis": record.in_redis}
+        if record.name.kind is Kind.KV:
+            self._kv_blocks += int(any(now.values())) - int(any(before.values()))
         for tier in before:
             step = int(now[tier]) - int(before[tier])
             self._objects[tier, record.name.kind] += step
@@ -430,6 +480,13 @@ class Catalog:
         node = self._index.insert(prompt, min(first + KV_BLOCK_TOKENS, len(prompt)))
         records = [node.kv] if kind is Kind.KV else node.hidden
         return next(r for r in records if r is not None and r.end_token == end_token), node
+
+    def _is_too_far(self, prompt: Prompt, end_token: int) -> bool:
+        """Whether an object needs more blocks without keys and values than the index takes."""
+        first = (end_token - 1) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
+        absent = self._index.absent_blocks(prompt, first)
+        bare = len(self._index) - self._kv_blocks
+        return absent > 0 and bare + absent > _BARE_BLOCKS + self._kv_blocks
 
     def _supersede(self, record: Record) -> None:
         """Makes the partial block that a longer sibling extends the next to be evicted."""
@@ -467,49 +524,11 @@ class Catalog:
             for (pending, _, record), findable in zip(waiting, taken, strict=True):
                 if findable and self._pending.get(record.name) is pending:
                     del self._pending[record.name]
+                    record.redis_until_s = self._clock() + self._manifests.ttl_s
                     self._place(record, in_redis=True)
         self.redis_failed(
             [r.name for (*_, r), findable in zip(waiting, taken, strict=True) if not findable]
         )
-
-    def _learn(self, prompt: Prompt, beyond: Beyond) -> Match:
-        """Lists what Redis has of a prompt, and matches it again; takes the lock."""
-        with self._lock:
-            node = self._index.insert(prompt, beyond.at_token)
-            self._list_entries(prompt.namespace, node, beyond.states)
-            for found in beyond.whole:
-                node = self._index.insert(prompt, node.end_token + KV_BLOCK_TOKENS)
-                self._list_entries(prompt.namespace, node, found.entries)
-            if beyond.last is not None:
-                self._restore_block(beyond.last.block, beyond.last.entries)
-            return self._index.match(prompt)
-
-    def _restore_block(self, block: Block, entries: Sequence[Entry]) -> int:
-        node = self._index.restore(block)
-        if node is None:
-            return 0
-        return self._list_entries(block.namespace, node, entries)
-
-    def _list_entries(self, namespace: bytes, node: Node, entries: Sequence[Entry]) -> int:
-        """Notes what a block's manifest says is in Redis; returns how much of it is new."""
-        listed = 0
-        for entry in entries:
-            record = self._listed_record(namespace, node, entry)
-            if record is not None and not record.exists:
-                record.size, record.provenance = entry.size, entry.provenance
-                record.tail_figures = entry.tail_figures
-                self._place(record, in_redis=True)
-                listed += 1
-        return listed
-
-    def _listed_record(self, namespace: bytes, node: Node, entry: Entry) -> Record | None:
-        if entry.kind is Kind.KV:
-            return node.kv
-        if entry.kind is Kind.HIDDEN:
-            hidden = node.hidden
-            return hidden[entry.page] if entry.page < len(hidden) else None
-        name = ObjectName(namespace, Kind.CHECKPOINT, entry.state_hash)
-        return self._index.checkpoint(node, name, entry.end_token, entry.state_digest)
 
 
 def records_on(path: Path, *kinds: Kind) -> Iterator[Record]:

@@ -27,6 +27,13 @@ PAYLOAD_TTL_S = 24 * 3600
 """Life of a payload in Redis, seconds."""
 
 
+INDEX_BLOCK_BYTES = 2048
+"""What a block may cost in the index, bytes."""
+
+
+_LEAST_SECRET_BYTES = 16
+
+
 def default_socket() -> str:
     """Address of the sidecar's socket: under XDG_RUNTIME_DIR, else a private folder in /tmp."""
     runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/tailreplay-{os.getuid()}"
@@ -81,6 +88,12 @@ class StoreConfig(BaseSettings):
         int | None,
         Field(ge=0, description="group that may use the sockets and read the pool; none = nobody"),
     ] = None
+    index_bytes: Annotated[
+        int,
+        Field(
+            ge=MIB, description="of the index; what only Redis has is forgotten beyond it, bytes"
+        ),
+    ] = 2 * GIB
     redis_url: Annotated[
         str | None,
         Field(
@@ -123,6 +136,10 @@ class StoreConfig(BaseSettings):
             gt=0, lt=PAYLOAD_TTL_S, description="life of a manifest in Redis, s; below payload's"
         ),
     ] = 23 * 3600.0
+    digest_key_file: Annotated[
+        Path | None,
+        Field(description="secret of the digests in Redis, the same for all stores; none: unkeyed"),
+    ] = None
     shared_index_timeout_s: Annotated[
         float,
         Field(
@@ -164,6 +181,18 @@ class StoreConfig(BaseSettings):
         Field(ge=4, description="threads that serve RPCs; three quarters of them at most stream"),
     ] = 32
 
+    @field_validator("digest_key_file")
+    @classmethod
+    def _secret_enough(cls, value: Path | None) -> Path | None:
+        if value is not None and len(_content(value)) < _LEAST_SECRET_BYTES:
+            raise ValueError(f"wanted a file of at least {_LEAST_SECRET_BYTES} bytes")
+        return value
+
+    @property
+    def digest_secret(self) -> bytes:
+        """Content of `digest_key_file`; empty without one."""
+        return _content(self.digest_key_file) if self.digest_key_file is not None else b""
+
     @field_validator("redis_url")
     @classmethod
     def _known_redis(cls, value: str | None) -> str | None:
@@ -203,6 +232,13 @@ class StoreConfig(BaseSettings):
         if self.admin_listen is None and self.listen.startswith("unix:"):
             return f"{self.listen}.admin"
         return self.admin_listen
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"can not be read: {error.strerror}") from None
 
 
 def _unsafe(config: StoreConfig) -> str:

@@ -7,6 +7,7 @@ import secrets
 import threading
 import time
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tailreplay.proto import store_pb2 as pb
@@ -14,12 +15,14 @@ from tailreplay.store import tokens as wire_tokens
 from tailreplay.store.auth import ANYONE, Role
 from tailreplay.store.catalog import Catalog
 from tailreplay.store.chain import digest_key
+from tailreplay.store.config import INDEX_BLOCK_BYTES
 from tailreplay.store.errors import InvalidRequest, StoreUnavailable
 from tailreplay.store.lane_wire import LaneRecord, RecordKind
 from tailreplay.store.leases import Lease, Leases
 from tailreplay.store.ledger import Ledger
 from tailreplay.store.namespace import NAMESPACE_BYTES, tenant_digest
 from tailreplay.store.objects import Kind
+from tailreplay.store.operator_pins import OperatorPins
 from tailreplay.store.operators import Operators
 from tailreplay.store.pool import Pool, SharedMemory
 from tailreplay.store.prompt import Prompt
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FLUSH_STEP_S = 0.01
+_FORGET_EVERY_S = 10.0
 
 
 class Store:
@@ -65,13 +69,17 @@ class Store:
         before_rows: Callable[[Kind], None] | None = None,
     ) -> None:
         self.config = config
+        self._clock = clock
         self.boot_id = secrets.randbits(64)
         self.started_at_s = time.time()
         self.leases = Leases(config.stall_limit_s, clock)
         self._puts = Leases(config.put_stall_limit_s, clock)
         self.manifests = redis_manifests(config)
         self._shared = _shared_index(config, clock)
-        self.catalog = Catalog(self.manifests)
+        self._digest_key = partial(digest_key, secret=config.digest_secret)
+        self.catalog = Catalog(
+            self.manifests, clock=clock, max_blocks=config.index_bytes // INDEX_BLOCK_BYTES
+        )
         self.tiers = Tiers(
             Pool(
                 _identity(config.listen),
@@ -96,7 +104,7 @@ class Store:
         self._writer = Writer(
             self.catalog,
             self.tiers,
-            digest_key=digest_key,
+            digest_key=self._digest_key,
             max_object_bytes=config.max_object_bytes,
         )
         self._ledger = _ledger(config)
@@ -104,8 +112,14 @@ class Store:
             self.catalog,
             self.tiers,
             self._ledger,
-            pinned_bytes=int(self.tiers.pool_bytes * config.pinned_share),
-            timeout_s=config.tier_timeout_s,
+            OperatorPins(
+                self.catalog,
+                self.tiers,
+                most_bytes=int(self.tiers.pool_bytes * config.pinned_share),
+                timeout_s=config.tier_timeout_s,
+                clock=clock,
+            ),
+            digest_key=self._digest_key,
             clock=clock,
         )
         self._closing = threading.Event()
@@ -121,7 +135,7 @@ class Store:
         """
         namespace = _scoped(request.namespace, caller)
         tokens = wire_tokens.from_wire(request.tokens)
-        prompt = Prompt(namespace, tokens, digest_key(namespace), request.namespace)
+        prompt = Prompt(namespace, tokens, self._digest_key(namespace), request.namespace)
         found = self.catalog.match(prompt, self._shared)
         return pb.MatchResponse(
             matched_tokens=found.matched_tokens,
@@ -241,6 +255,9 @@ class Store:
         settings = {k: str(v) for k, v in self.config.model_dump().items() if k != "redis_url"}
         settings["redis_url"] = _without_password(self.config.redis_url)
         settings["effective_pool_bytes"] = str(self.tiers.pool_bytes)
+        settings["effective_digests"] = (
+            "keyed" if self.config.digest_key_file else "unkeyed: no digest_key_file"
+        )
         settings["effective_shared_memory"] = self.tiers.shm_path or "off: engines get copies"
         spaces = []
         for namespace, (blocks, tokens, geometry) in self.catalog.namespaces().items():
@@ -303,12 +320,16 @@ class Store:
         return self.manifests is None or self.manifests.whole
 
     def _tick(self) -> None:
-        """Ends stalled streams, and restores from Redis once it can be read."""
+        """Ends stalled streams, forgets what expired, restores once Redis can be read."""
         interval_s = min(0.5, self.leases.stall_limit_s / 2)
+        forget_at_s = self._clock() + _FORGET_EVERY_S
         while not self._closing.wait(interval_s):
             self.leases.expire()
             self._puts.expire()
             self.operators.tick()
+            if self._clock() >= forget_at_s:
+                self.catalog.forget_expired()
+                forget_at_s = self._clock() + _FORGET_EVERY_S
             if not self._restored and self.tiers.redis_status().get("healthy"):
                 self._restored = self._restore()
 

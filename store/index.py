@@ -24,7 +24,7 @@ import numpy as np
 from tailreplay.store.blocks import NONE, PAGES, Blocks
 from tailreplay.store.chain import DIGEST_BYTES
 from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Kind, ObjectName, Provenance
-from tailreplay.store.record import APPROXIMATE, EXISTS, IN_CPU, Objects, Record
+from tailreplay.store.record import APPROXIMATE, EXISTS, IN_CPU, IN_REDIS, Objects, Record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -271,7 +271,10 @@ class TokenIndex:
     def absent_blocks(self, prompt: Prompt, end_token: int) -> int:
         """Blocks of a prompt's first tokens that are not in the tree."""
         space = self._spaces.get(prompt.namespace)
-        ends = [*range(KV_BLOCK_TOKENS, end_token, KV_BLOCK_TOKENS), end_token]
+        ends = [
+            *range(KV_BLOCK_TOKENS, end_token, KV_BLOCK_TOKENS),
+            *([end_token] if end_token else []),
+        ]
         if space is None:
             return len(ends)
         for absent, end in enumerate(reversed(ends)):
@@ -440,6 +443,36 @@ class TokenIndex:
             if kinds[row]
         ]
         return some, end if end < len(kinds) else 0
+
+    def expired(
+        self, now_s: float, first: int, count: int, *, only_redis: bool = False
+    ) -> tuple[list[Record], int]:
+        """Objects in Redis whose manifest has expired, as `some_records`.
+
+        Args:
+            now_s: on the store's clock.
+            first: row to begin with.
+            count: rows to look at.
+            only_redis: leave out those that the CPU tier has too.
+        """
+        end = min(first + count, len(self.objects.kinds))
+        states = np.frombuffer(self.objects.states, np.uint8)[first:end]
+        untils = np.frombuffer(self.objects.untils, np.uint32)[first:end]
+        asked, wanted = (EXISTS, IN_REDIS) if only_redis else (IN_REDIS, IN_REDIS)
+        rows = np.flatnonzero((states & asked == wanted) & (untils <= now_s)) + first
+        some = [
+            self.objects.record(row, self._namespace(self.objects.homes[row]))
+            for row in rows.tolist()
+        ]
+        return some, end if end < len(self.objects.kinds) else 0
+
+    def untils(self, sample: int) -> npt.NDArray[np.uint32]:
+        """When manifests of objects that only Redis has expire; of about `sample` rows."""
+        step = max(1, len(self.objects.kinds) // sample)
+        states = np.frombuffer(self.objects.states, np.uint8)[::step]
+        untils = np.frombuffer(self.objects.untils, np.uint32)[::step]
+        found: npt.NDArray[np.uint32] = untils[states & EXISTS == IN_REDIS]
+        return found
 
     def records_of(self, rows: Iterable[int], kind: Kind) -> Iterator[Record]:
         """Objects of some blocks, all of one namespace, ascending by token."""

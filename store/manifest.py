@@ -21,6 +21,7 @@ parent's key and a `z`, by which other stores find it (`shared_index.py`).
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 import struct
@@ -81,6 +82,7 @@ class Entry:
         state_hash: prefix hash of a checkpoint; empty for other kinds.
         state_digest: running digest of a checkpoint's last token; empty for other kinds.
         tail_figures: of a hidden object; may be empty.
+        life_s: what was left of the manifest's life when it was read; 0 = not asked.
     """
 
     field: str
@@ -89,6 +91,7 @@ class Entry:
     state_hash: bytes = b""
     state_digest: bytes = b""
     tail_figures: bytes = b""
+    life_s: float = dataclasses.field(default=0.0, compare=False)
 
     @property
     def kind(self) -> Kind:
@@ -153,11 +156,13 @@ class Manifests:
 
     Attributes:
         whole: whether the last `load` read every server.
+        ttl_s: as given.
     """
 
     def __init__(self, servers: RedisServers, key_prefix: str, ttl_s: float) -> None:
         self._servers = servers
         self._prefix = key_prefix.encode() + b"m:"
+        self.ttl_s = ttl_s
         self._ttl_ms = int(ttl_s * 1000)
         self.whole = False
         # Guarded by _lock: the servers whose last call failed.
@@ -258,13 +263,19 @@ class Manifests:
         pipe = client.pipeline(transaction=False)
         for key in keys:
             pipe.hgetall(key)
+            pipe.pttl(key)
+        answers = iter(pipe.execute(raise_on_error=False))
         # A key of another type answers with an error of its own, which makes it a miss.
-        for key, fields in zip(keys, pipe.execute(raise_on_error=False), strict=True):
+        for key, fields, life_ms in zip(keys, answers, answers, strict=True):
             if not isinstance(fields, dict):
                 continue
             manifest = parsed_manifest(key, key[len(self._prefix) :], fields)
             if manifest is not None:
-                yield manifest
+                block, entries = manifest
+                yield (
+                    block,
+                    [dataclasses.replace(entry, life_s=life_ms / 1000) for entry in entries],
+                )
 
     def _key(self, namespace: bytes, prefix_hash: bytes) -> bytes:
         return self._prefix + namespace + prefix_hash

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, get_args
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import tokens as wire_tokens
-from tailreplay.store.chain import digest_key
 from tailreplay.store.eraser import Erased, Eraser
 from tailreplay.store.errors import InvalidRequest, StoreUnavailable
 from tailreplay.store.namespace import NAMESPACE_BYTES, TENANT_BYTES
@@ -41,8 +40,8 @@ class Operators:
         catalog: what exists.
         tiers: where it is.
         ledger: keeps decisions over a restart, and tells other stores; None without Redis.
-        pinned_bytes: most that pins may hold together.
-        timeout_s: longest wait for payload from Redis.
+        pins: what operators keep in the CPU tier.
+        digest_key: gives the key of the running digests for a namespace.
         clock: seconds that only grow.
     """
 
@@ -51,20 +50,19 @@ class Operators:
         catalog: Catalog,
         tiers: Tiers,
         ledger: Ledger | None,
+        pins: OperatorPins,
         *,
-        pinned_bytes: int,
-        timeout_s: float,
+        digest_key: Callable[[bytes], bytes],
         clock: Callable[[], float],
     ) -> None:
         self._catalog = catalog
+        self._digest_key = digest_key
         self._quotas = catalog.quotas
         self._tiers = tiers
         self._ledger = ledger
         self._clock = clock
         self._eraser = Eraser(catalog, tiers, ledger)
-        self.pins = OperatorPins(
-            catalog, tiers, most_bytes=pinned_bytes, timeout_s=timeout_s, clock=clock
-        )
+        self.pins = pins
         # Guarded by _lock: owners that Redis has, and when it was last read.
         self._lock = threading.Lock()
         self._written: dict[bytes, bytes] = {}
@@ -223,7 +221,7 @@ class Operators:
             return list(self._written)
 
     def _find(self, namespace: bytes, tokens: pb.Tokens) -> tuple[Match, Path]:
-        key = digest_key(_namespace(namespace))
+        key = self._digest_key(_namespace(namespace))
         return self._catalog.peek(Prompt(namespace, wire_tokens.from_wire(tokens), key))
 
     def _limit(self, tenant: bytes, limits: Limits) -> pb.TenantInfo:

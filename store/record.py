@@ -1,7 +1,7 @@
 """Objects the index knows, one row of plain columns each, and the handles that code works with.
 
 A store lists millions of objects. As Python objects they cost 450 bytes each and are walked by
-every collection of garbage; as rows they cost 58 and are not. A `Record` is made when somebody asks
+every collection of garbage; as rows they cost 62 and are not. A `Record` is made when somebody asks
 for an object, is the same one for all who hold it at a time, and reads and writes its row. Once the
 row is given up the record stands alone: it has its name, exists nowhere, and never becomes another
 object.
@@ -118,6 +118,16 @@ class Record:
         self._set(APPROXIMATE, value is Provenance.APPROXIMATE)
 
     @property
+    def redis_until_s(self) -> int:
+        """When its manifest expires, on the store's clock, if Redis has it."""
+        return 0 if self._objects is None else self._objects.untils[self._row]
+
+    @redis_until_s.setter
+    def redis_until_s(self, until_s: float) -> None:
+        if self._objects is not None:
+            self._objects.untils[self._row] = int(until_s)
+
+    @property
     def tail_figures(self) -> bytes:
         """Of a hidden page, how long a tail must be that ends in it; may be empty."""
         return b"" if self._objects is None else self._objects.figures(self._row)
@@ -175,6 +185,7 @@ class Objects:
         uses: blocks that list it; siblings share the hidden pages they have in common.
         firsts: position of its first row.
         lengths: rows it has.
+        untils: when its manifest expires, in seconds of the store's clock.
     """
 
     def __init__(self) -> None:
@@ -185,6 +196,17 @@ class Objects:
         self.uses = array("i")
         self.firsts = array("i")
         self.lengths = array("H")
+        self.untils = array("I")
+        self._columns = (
+            self.kinds,
+            self.states,
+            self.sizes,
+            self.homes,
+            self.uses,
+            self.firsts,
+            self.lengths,
+            self.untils,
+        )
         self._names = bytearray()
         self._digests: dict[int, bytes] = {}
         self._figure_bytes = array("B")
@@ -198,10 +220,8 @@ class Objects:
 
     def add(self, kind: Kind, name: bytes, first: int, length: int, home: int) -> int:
         """A new row, with one use."""
-        values = (kind, 0, 0, home, 1, first, length)
-        columns = (
-            self.kinds, self.states, self.sizes, self.homes, self.uses, self.firsts, self.lengths
-        )  # fmt: skip
+        values = (kind, 0, 0, home, 1, first, length, 0)
+        columns = self._columns
         if self._free:
             row = self._free.pop()
             for column, value in zip(columns, values, strict=True):

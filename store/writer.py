@@ -139,6 +139,8 @@ class PutSession:
     def store(self, wanted: pb.PutObject, receive: Callable[[memoryview], None]) -> bool:
         """Stores a claimed object; False when there is no room, and nothing was received.
 
+        What is there already may be approximate; then it gives way to what comes.
+
         Args:
             wanted: what was claimed.
             receive: fills the given memory with the object's bytes.
@@ -155,9 +157,13 @@ class PutSession:
             self._catalog.count("dropped_objects", int(outcome is PutOutcome.FULL))
             return False
         size = wanted.size_bytes
-        self._catalog.admit(
+        if not self._catalog.admit(
             self._prompt, name, wanted.end_token, size, header.provenance, wanted.tail_figures
-        )
+        ):
+            self._tiers.delete([name])
+            self.response.dropped += 1
+            self._catalog.count("dropped_objects")
+            return True
         self.response.stored += 1
         self.response.stored_bytes += size
         return True
@@ -190,7 +196,7 @@ class PutSession:
                 return PutOutcome.FULL, None
             outcome = self._tiers.put(name, wanted.size_bytes, fill)
             if outcome is PutOutcome.EXISTS and self._tiers.evict([name]):
-                # A load from Redis that nobody waited for left it there, unlisted.
+                # It was approximate, or a load from Redis that nobody waited for left it unlisted.
                 outcome = self._tiers.put(name, wanted.size_bytes, fill)
             while outcome is PutOutcome.FULL and self._catalog.make_room(wanted.size_bytes):
                 outcome = self._tiers.put(name, wanted.size_bytes, fill)

@@ -6,13 +6,15 @@ from contextlib import closing
 
 import pytest
 import redis
+from pydantic import ValidationError
 from redis_server import RedisServer, servers_at
 from store_objects import Client, Prefix, runs_of, span_range
 from waiting import Clock, until
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
-from tailreplay.store.chain import common_tokens
+from tailreplay.store.chain import common_tokens, digest_key, running_digests
+from tailreplay.store.config import StoreConfig
 from tailreplay.store.manifest import children_key, manifest_key
 from tailreplay.store.objects import Kind
 from tailreplay.store.shared_index import SharedIndex
@@ -252,3 +254,31 @@ def test_a_lookup_of_a_long_prompt_asks_a_few_times(a, b, server, space):
     assert len(beyond.whole) == 64
     assert len(trips) <= 4
     assert b.match(prefix).matched_tokens == len(prefix)
+
+
+def test_a_key_file_keys_the_digests_and_describe_says_so(server, raw, space, tmp_path):
+    """Prefixes of whole blocks are found by name; inside blocks only stores of one key agree."""
+    key_file = tmp_path / "digests.key"
+    key_file.write_bytes(b"sixteen bytes are the least")
+    prefix = Prefix(space, BASE)
+    settings = {"redis_url": server.url, "pool_bytes": 4 * MIB}
+    with (
+        serve_in_thread(**settings, digest_key_file=key_file) as keyed,
+        closing(Client(keyed.address)) as client,
+    ):
+        put(client, prefix, KV)
+        assert keyed.store.describe("").settings["effective_digests"] == "keyed"
+        assert client.match(Prefix(space, branch(BASE, 777))).matched_tokens == 777
+    (member,) = raw.zrange(children_key(key(prefix, 0)), 0, -1)
+    secret = digest_key(space, key_file.read_bytes())
+    assert member[:-32] == running_digests(secret, prefix.tokens[:256])
+    with serve_in_thread(**settings) as unkeyed, closing(Client(unkeyed.address)) as client:
+        assert unkeyed.store.describe("").settings["effective_digests"].startswith("unkeyed")
+        assert client.match(Prefix(space, branch(BASE, 777))).matched_tokens == 768
+
+
+def test_a_key_file_that_is_short_or_absent_is_refused(tmp_path):
+    (tmp_path / "short").write_bytes(b"fifteen bytes !")
+    for name, reason in (("short", "at least 16 bytes"), ("absent", "can not be read")):
+        with pytest.raises(ValidationError, match=reason):
+            StoreConfig(digest_key_file=tmp_path / name)
