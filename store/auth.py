@@ -71,13 +71,12 @@ class Principal:
             return namespace
         return _scoped(self.tenant, namespace)
 
+    def public(self, namespace: bytes) -> bytes | None:
+        """Where a tenant reads beside its own scope; None for others."""
+        return _scoped("", namespace) if self.role is Role.TENANT else None
+
 
 ANYONE = Principal(Role.ANYONE, shared_memory=True)
-
-
-def public_namespace(namespace: bytes) -> bytes:
-    """Where the public scope keeps what clients call `namespace`."""
-    return _scoped("", namespace)
 
 
 def _scoped(tenant: str, namespace: bytes) -> bytes:

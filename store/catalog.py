@@ -17,6 +17,7 @@ from tailreplay.store.evictor import Evictor
 from tailreplay.store.index import Path, TokenIndex
 from tailreplay.store.manifest import Manifests, entry_of
 from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind, ObjectName, Provenance
+from tailreplay.store.public_scope import merged_path, parts_of, with_public
 from tailreplay.store.quota import Quotas
 from tailreplay.store.record import Record
 from tailreplay.store.redis_listing import RedisListing
@@ -92,30 +93,41 @@ class Catalog:
         """Names the tiers to evict from; they need this catalog's callbacks when they are made."""
         self._tiers = tiers
 
-    def match(self, prompt: Prompt, shared: SharedIndex | None = None) -> Match:
+    def match(
+        self, prompt: Prompt, shared: SharedIndex | None = None, public: Prompt | None = None
+    ) -> Match:
         """Longest stored prefix; counts it.
 
         Args:
             prompt: what is looked for.
             shared: who is asked for what lies beyond the keys and values that are known here.
+            public: the prompt in the public scope, where that is looked through as well.
         """
+        found = self._find(prompt, shared)
+        whole = len(prompt) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
+        if public is not None and found.kv_tokens < whole:
+            found = with_public(found, self._find(public, shared), prompt)
         queried = len(prompt)
-        with self._lock:
-            found = self._index.match(prompt)
-        known = found.kv_tokens
-        if shared is not None and known < queried:
-            at = known // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
-            beyond = shared.beyond(prompt, at, known - at)
-            if beyond is not None:
-                with self._lock:
-                    self._listing.learn(prompt, beyond)
-                    found = self._index.match(prompt)
         with self._lock:
             self._counts["lookups"] += 1
             self._counts["hits" if found.matched_tokens else "misses"] += 1
             self._counts["queried_tokens"] += queried
             self._counts["matched_tokens"] += found.matched_tokens
             self._counts["unmatched_tokens"] += queried - found.matched_tokens
+        return found
+
+    def _find(self, prompt: Prompt, shared: SharedIndex | None) -> Match:
+        """Longest stored prefix; takes the lock itself."""
+        with self._lock:
+            found = self._index.match(prompt)
+        known = found.kv_tokens
+        if shared is not None and known < len(prompt):
+            at = known // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
+            beyond = shared.beyond(prompt, at, known - at)
+            if beyond is not None:
+                with self._lock:
+                    self._listing.learn(prompt, beyond)
+                    return self._index.match(prompt)
         return found
 
     def peek(self, prompt: Prompt) -> tuple[Match, Path]:
@@ -128,6 +140,13 @@ class Catalog:
         """Objects of the blocks from the first to the one named `leaf`; empty if not known."""
         with self._lock:
             return self._index.path_to(namespace, leaf)
+
+    def path_with_public(self, namespace: bytes, public: bytes, leaf: bytes) -> Path:
+        """As `path`, for a leaf that was matched in the public scope as well."""
+        own, opened = parts_of(leaf)
+        with self._lock:
+            path = self._index.path_to(namespace, own)
+            return merged_path(path, self._index.path_to(public, opened)) if opened else path
 
     def record(self, name: ObjectName) -> Record | None:
         """The record of a `kv` object or checkpoint whose payload exists in some tier."""

@@ -136,7 +136,13 @@ class Store:
         namespace = _scoped(request.namespace, caller)
         tokens = wire_tokens.from_wire(request.tokens)
         prompt = Prompt(namespace, tokens, self._digest_key(namespace), request.namespace)
-        found = self.catalog.match(prompt, self._shared)
+        public = caller.public(request.namespace)
+        opened = (
+            Prompt(public, tokens, self._digest_key(public), request.namespace)
+            if public is not None
+            else None
+        )
+        found = self.catalog.match(prompt, self._shared, opened)
         return pb.MatchResponse(
             matched_tokens=found.matched_tokens,
             leaf=found.leaf,
@@ -166,6 +172,7 @@ class Store:
         Raises:
             InvalidRequest: the namespace or a range is malformed.
         """
+        public = caller.public(request.namespace)
         request.namespace = _scoped(request.namespace, caller)
         lease = self.leases.grant(cancel)
         window_bytes = self._reader.placed_window_bytes if placed else None
@@ -174,7 +181,7 @@ class Store:
             granted = LaneRecord(RecordKind.LEASE, offset=stall_limit_ms)
             yield Frame(granted, (memoryview(lease.lease_id),))
             self.leases.rest(lease)
-            with closing(self._reader.frames(request, window_bytes)) as frames:
+            with closing(self._reader.frames(request, window_bytes, public)) as frames:
                 for frame in frames:
                     if not self.leases.renew(lease):
                         return

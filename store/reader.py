@@ -18,6 +18,7 @@ from tailreplay.store.misses import Miss
 from tailreplay.store.objects import Kind, ObjectName
 from tailreplay.store.pin_budget import PinBudget
 from tailreplay.store.pins import Pinned
+from tailreplay.store.public_scope import is_shown
 from tailreplay.store.row_sums import crc32c_of_rows
 
 if TYPE_CHECKING:
@@ -127,23 +128,30 @@ class Reader:
         return max(self._window_bytes, self._leased_bytes // _PLACED_SHARE)
 
     def frames(
-        self, request: pb.FetchRequest, window_bytes: int | None = None
+        self,
+        request: pb.FetchRequest,
+        window_bytes: int | None = None,
+        public: bytes | None = None,
     ) -> Generator[Frame, None, None]:
         """Frames that answer a request: rows, missing rows, ends of ranges and of windows.
 
         Args:
             request: what is wanted.
             window_bytes: bytes of objects to pin at a time, in place of the reader's.
+            public: namespace of the public scope, where that is read as well.
 
         Raises:
             InvalidRequest: a range is empty, backwards or of no kind.
         """
         _check_ranges(request.ranges)
-        path = self._catalog.path(request.namespace, request.leaf)
+        if public is None:
+            path = self._catalog.path(request.namespace, request.leaf)
+        else:
+            path = self._catalog.path_with_public(request.namespace, public, request.leaf)
         asked: dict[ObjectName, Record] = {}
         dead: set[int] = set()
         # Never all pieces at once: many long ranges have more than there is memory for.
-        pieces = self._asked_pieces(request, path, asked)
+        pieces = self._asked_pieces(request, path, asked, public)
         try:
             for window in _windows(pieces, window_bytes or self._window_bytes, self._window_bytes):
                 yield from self._send_window(window, dead)
@@ -151,19 +159,25 @@ class Reader:
             self._catalog.used(_used(path, request.ranges, asked))
 
     def _asked_pieces(
-        self, request: pb.FetchRequest, path: Path, asked: dict[ObjectName, Record]
+        self,
+        request: pb.FetchRequest,
+        path: Path,
+        asked: dict[ObjectName, Record],
+        public: bytes | None,
     ) -> Iterator[_Piece]:
         """The pieces of every range; notes their records in `asked`."""
         for number, wanted in enumerate(request.ranges):
-            for piece in self._pieces(request.namespace, path, number, wanted):
+            if int(wanted.kind) == Kind.CHECKPOINT:
+                pieces = [self._checkpoint(request.namespace, number, wanted, public)]
+            else:
+                pieces = self._pieces(path, number, wanted)
+            for piece in pieces:
                 if piece.record is not None:
                     asked[piece.record.name] = piece.record
                 yield piece
 
-    def _pieces(self, namespace: bytes, path: Path, number: int, wanted: pb.Range) -> list[_Piece]:
+    def _pieces(self, path: Path, number: int, wanted: pb.Range) -> list[_Piece]:
         first, end = wanted.first_token, wanted.end_token
-        if int(wanted.kind) == Kind.CHECKPOINT:
-            return [self._checkpoint(namespace, number, wanted)]
         pieces, at = [], first
         for record in records_on(path, Kind(wanted.kind)):
             if record.end_token <= at or at >= end:
@@ -175,9 +189,14 @@ class Reader:
             pieces.append(_Piece(number, wanted, None, at, end, last=True))
         return pieces
 
-    def _checkpoint(self, namespace: bytes, number: int, wanted: pb.Range) -> _Piece:
-        name = ObjectName(namespace, Kind.CHECKPOINT, wanted.prefix_hash)
-        record = self._catalog.record(name)
+    def _checkpoint(
+        self, namespace: bytes, number: int, wanted: pb.Range, public: bytes | None
+    ) -> _Piece:
+        record = self._catalog.record(ObjectName(namespace, Kind.CHECKPOINT, wanted.prefix_hash))
+        if record is None and public is not None:
+            record = self._catalog.record(ObjectName(public, Kind.CHECKPOINT, wanted.prefix_hash))
+            if record is not None and not is_shown(record, record.end_token):
+                record = None
         first, end = wanted.first_token, wanted.end_token
         wrong = record is not None and record.end_token != end
         if end - first != 1 or wrong:

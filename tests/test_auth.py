@@ -6,7 +6,7 @@ import logging
 import pytest
 from tokens_file import TENANTS, write_tokens
 
-from tailreplay.store.auth import ANYONE, Access, Role, allow, public_namespace
+from tailreplay.store.auth import ANYONE, Access, Role, allow
 from tailreplay.store.config import StoreConfig, explained
 from tailreplay.store.errors import NotAllowed, NotAuthenticated
 
@@ -66,7 +66,8 @@ def test_no_two_tenants_and_no_two_roles_share_a_namespace(file):
     ]
     assert len({*spaces, SPACE}) == 5
     assert access.bearer("token-acme2").scoped(SPACE) == spaces[0]
-    assert spaces[3] == public_namespace(SPACE)
+    assert spaces[3] == access.bearer("token-acme").public(SPACE)
+    assert access.bearer("token-root").public(SPACE) is None is ANYONE.public(SPACE)
 
 
 def test_names_of_tenants_can_not_be_put_together_into_another(tmp_path):
