@@ -220,7 +220,9 @@ class MatchResponse(_message.Message):
     `runs` say which payload of it exists.
     """
     leaf: _builtins.bytes
-    """Names the path that matched: prefix hash of its deepest block. Empty when nothing matched."""
+    """Names the path that matched, to this store alone: of 32 bytes, or 64 where a part of the path
+    lies in the public scope. Empty when nothing matched.
+    """
     boot_id: _builtins.int
     """Changes when the store is restarted."""
     default_mode: _builtins.str
