@@ -14,23 +14,24 @@ from typing import TYPE_CHECKING
 
 from tailreplay.store.errors import GeometryMismatch, StoreUnavailable
 from tailreplay.store.evictor import Evictor
-from tailreplay.store.index import Path, TokenIndex
+from tailreplay.store.index import TokenIndex
 from tailreplay.store.manifest import Manifests, entry_of
 from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind, ObjectName, Provenance
 from tailreplay.store.public_scope import merged_path, parts_of, with_public
 from tailreplay.store.quota import Quotas
 from tailreplay.store.record import Record
 from tailreplay.store.redis_listing import RedisListing
+from tailreplay.store.views import Path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from tailreplay.store.geometry import Geometry
-    from tailreplay.store.index import Block, Match, Node
     from tailreplay.store.prompt import Prompt
     from tailreplay.store.quota import Limits, TierName
     from tailreplay.store.shared_index import SharedIndex
     from tailreplay.store.tiers import Tiers
+    from tailreplay.store.views import Block, Match, Node
 
 logger = logging.getLogger(__name__)
 

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
     from tailreplay.store.auth import Principal
     from tailreplay.store.config import StoreConfig
-    from tailreplay.store.index import Run
     from tailreplay.store.record import Record
+    from tailreplay.store.runs import Run
 
 logger = logging.getLogger(__name__)
 

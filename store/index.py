@@ -17,14 +17,17 @@ snapshot: records stay what they are, and block rows are of use under that lock 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tailreplay.store.blocks import NONE, PAGES, Blocks
 from tailreplay.store.chain import DIGEST_BYTES
-from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Kind, ObjectName, Provenance
-from tailreplay.store.record import APPROXIMATE, EXISTS, IN_CPU, IN_REDIS, Objects, Record
+from tailreplay.store.checkpoints import Checkpoints
+from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Kind, ObjectName
+from tailreplay.store.record import EXISTS, IN_REDIS, Objects, Record
+from tailreplay.store.runs import runs_along
+from tailreplay.store.views import Block, Match, Node, Path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -32,134 +35,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from tailreplay.store.prompt import Prompt
-
-_FEW_STATES = 64
-"""Up to here checkpoints below a block are compared with a prompt one by one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A block of the tree, to be used under the store's lock alone.
-
-    Attributes:
-        index: whose.
-        row: which.
-    """
-
-    index: TokenIndex
-    row: int
-
-    @property
-    def prefix_hash(self) -> bytes:
-        """Name of the prefix that ends with it."""
-        return self.index.name(self.row)
-
-    @property
-    def first_token(self) -> int:
-        """Position of its first token."""
-        return self.index.blocks.firsts[self.row]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in it."""
-        return self.index.blocks.lengths[self.row]
-
-    @property
-    def end_token(self) -> int:
-        """One past the position of its last token."""
-        return self.index.blocks.end(self.row)
-
-    @property
-    def kv(self) -> Record | None:
-        """Its `kv` object; None for the root of a namespace."""
-        return next(iter(self.index.records_of([self.row], Kind.KV)), None)
-
-    @property
-    def hidden(self) -> list[Record]:
-        """Its `hidden` objects, one per page, shared with siblings that share the page."""
-        return list(self.index.records_of([self.row], Kind.HIDDEN))
-
-    @property
-    def has_kv(self) -> bool:
-        """Whether its KV exists in some tier."""
-        return self.index.has_kv(self.row)
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A block as a manifest describes it.
-
-    Attributes:
-        namespace: 32 bytes.
-        prefix_hash: its name.
-        parent_hash: name of the block before it; of the root for the first.
-        first_token: position of its first token.
-        digests: running digests of its tokens.
-        page_hashes: prefix hash at the end of each of its pages.
-    """
-
-    namespace: bytes
-    prefix_hash: bytes
-    parent_hash: bytes
-    first_token: int
-    digests: bytes
-    page_hashes: tuple[bytes, ...]
-
-
-class Run(NamedTuple):
-    """Tokens [first_token, end_token) of one kind, all in one tier with one provenance.
-
-    The tail figures are those of its last object.
-    """
-
-    kind: Kind
-    first_token: int
-    end_token: int
-    in_cpu: bool
-    provenance: Provenance
-    tail_figures: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """The longest stored prefix of a request.
-
-    Attributes:
-        matched_tokens: its length.
-        index: where.
-        rows: blocks from the first to the deepest that shares a token.
-        leaf: name of the deepest; empty when nothing matched.
-        checkpoints: records of states that belong to prefixes of it, ascending by token.
-        runs: what exists along it, by kind, then by first token.
-    """
-
-    matched_tokens: int
-    index: TokenIndex
-    rows: tuple[int, ...] = ()
-    leaf: bytes = b""
-    checkpoints: tuple[Record, ...] = ()
-    runs: tuple[Run, ...] = ()
-
-    @property
-    def kv_tokens(self) -> int:
-        """Leading tokens whose keys and values exist."""
-        end = 0
-        for run in self.runs:
-            if run.kind is Kind.KV and run.first_token == end:
-                end = run.end_token
-        return end
-
-    @property
-    def path(self) -> list[Node]:
-        """The blocks; to be used under the store's lock alone."""
-        return [Node(self.index, row) for row in self.rows]
-
-
-class Path(NamedTuple):
-    """The objects along a path, by kind, ascending by token; a snapshot that outlives the lock."""
-
-    kv: tuple[Record, ...] = ()
-    hidden: tuple[Record, ...] = ()
 
 
 @dataclass(slots=True)
@@ -170,21 +45,6 @@ class _Space:
     root: int
     blocks: dict[bytes, int]
     tokens: int = 0
-
-
-@dataclass(slots=True)
-class _States:
-    """Checkpoints of prefixes that end inside or at the end of a child of one block.
-
-    Every sibling that shares the prefix finds them here: rows by the codes that lead to them from
-    the block's end, or by the digest of their last token if they were read of in Redis.
-    """
-
-    known: dict[bytes, int]
-    foreign: dict[bytes, int]
-
-    def __len__(self) -> int:
-        return len(self.known) + len(self.foreign)
 
 
 class TokenIndex:
@@ -201,8 +61,7 @@ class TokenIndex:
         self._spaces: dict[bytes, _Space] = {}
         self._numbered: dict[int, _Space] = {}
         self._next_number = 0
-        self._states: dict[int, _States] = {}
-        self._state_rows: dict[tuple[bytes, bytes], int] = {}
+        self._checkpoints = Checkpoints(self.objects)
         self._count = 0
 
     def match(self, prompt: Prompt) -> Match:
@@ -220,8 +79,8 @@ class TokenIndex:
                 # A sibling that goes on from an evicted partial block may have its KV.
                 tied, shared = self.blocks.nearest(at, prompt, matched, end)
                 child = next(filter(self.has_kv, tied), tied[0] if tied else NONE)
-            if at in self._states:
-                checkpoints += self._states_on(at, prompt, matched, matched + shared)
+            if at in self._checkpoints:
+                checkpoints += self._checkpoints.on(at, prompt, matched, matched + shared)
             if child == NONE:
                 break
             path.append(child)
@@ -235,7 +94,7 @@ class TokenIndex:
             tuple(path),
             self.name(path[-1]) if path else b"",
             tuple(self.objects.record(row, prompt.namespace) for row in checkpoints),
-            self._runs(path, matched),
+            runs_along(self.blocks, self.objects, path, matched),
         )
 
     def insert(self, prompt: Prompt, end_token: int | None = None) -> Node:
@@ -250,15 +109,13 @@ class TokenIndex:
         """
         end = len(prompt) if end_token is None else end_token
         space = self._space(prompt.namespace, prompt.chain.prefix_hash(0))
-        ends = [0, *range(KV_BLOCK_TOKENS, end, KV_BLOCK_TOKENS), *([end] if end else [])]
-        at = space.root
+        at = NONE
         missing: list[int] = []
-        for block_end in reversed(ends):
-            known = self._known(space, prompt, block_end)
-            if known != NONE:
-                at = known
-                break
-            missing.append(block_end)
+        while at == NONE:
+            block_end = _block_end(end, len(missing))
+            at = self._known(space, prompt, block_end)
+            if at == NONE:
+                missing.append(block_end)
         for block_end in reversed(missing):
             first = self.blocks.end(at)
             names = [
@@ -271,16 +128,12 @@ class TokenIndex:
     def absent_blocks(self, prompt: Prompt, end_token: int) -> int:
         """Blocks of a prompt's first tokens that are not in the tree."""
         space = self._spaces.get(prompt.namespace)
-        ends = [
-            *range(KV_BLOCK_TOKENS, end_token, KV_BLOCK_TOKENS),
-            *([end_token] if end_token else []),
-        ]
-        if space is None:
-            return len(ends)
-        for absent, end in enumerate(reversed(ends)):
-            if prompt.chain.prefix_hash(end) in space.blocks:
+        blocks = -(-end_token // KV_BLOCK_TOKENS)
+        for absent in range(blocks if space is not None else 0):
+            name = prompt.chain.prefix_hash(_block_end(end_token, absent))
+            if space is not None and name in space.blocks:
                 return absent
-        return len(ends)
+        return blocks
 
     def restore(self, block: Block) -> Node | None:
         """Puts a block back that a manifest describes; None when the block before it is unknown.
@@ -326,7 +179,7 @@ class TokenIndex:
     def record(self, name: ObjectName) -> Record | None:
         """The record of a `kv` object or a checkpoint, whether or not its payload exists now."""
         if name.kind is Kind.CHECKPOINT:
-            row = self._state_rows.get((name.namespace, name.prefix_hash), NONE)
+            row = self._checkpoints.row(name.namespace, name.prefix_hash)
         else:
             space = self._spaces.get(name.namespace)
             block = space.blocks.get(name.prefix_hash, NONE) if space is not None else NONE
@@ -377,7 +230,8 @@ class TokenIndex:
             end_token: tokens it has seen.
             digest: running digest of the last of them.
         """
-        return self._checkpoint(parent, name, end_token, digest, b"")
+        row = self._checkpoints.add(parent.row, name, end_token, digest, b"")
+        return self.objects.record(row, name.namespace)
 
     def checkpoint_of(self, prompt: Prompt, end_token: int) -> Record:
         """As `checkpoint`, of a prompt's first tokens."""
@@ -386,7 +240,8 @@ class TokenIndex:
         name = ObjectName(prompt.namespace, Kind.CHECKPOINT, prompt.chain.prefix_hash(end_token))
         digest = prompt.digests_of(end_token - 1, end_token)
         codes = prompt.codes(first, end_token)
-        return self._checkpoint(parent, name, end_token, digest, codes)
+        row = self._checkpoints.add(parent.row, name, end_token, digest, codes)
+        return self.objects.record(row, name.namespace)
 
     def homes(self, record: Record) -> list[Node]:
         """The blocks that list an object; for a checkpoint the block before its prefix's last."""
@@ -411,7 +266,7 @@ class TokenIndex:
             return
         blocks = [node.row for node in self.homes(record)]
         if record.name.kind is Kind.CHECKPOINT:
-            self._drop_state(record.row, record.name, record.digest, blocks[0])
+            self._checkpoints.drop(record.row, record.name, record.digest)
         for block in blocks:
             self._prune_from(block)
 
@@ -585,7 +440,7 @@ class TokenIndex:
 
     def _is_bare(self, block: int) -> bool:
         """Whether nothing hangs below a block."""
-        return not self.blocks.has_children(block) and block not in self._states
+        return not self.blocks.has_children(block) and block not in self._checkpoints
 
     def _is_empty(self, block: int) -> bool:
         """Whether nothing hangs below a block and no payload would go with it."""
@@ -608,75 +463,7 @@ class TokenIndex:
         self.objects.free(self.blocks.kv[block])
         self.blocks.remove(block)
 
-    def _checkpoint(
-        self, parent: Node, name: ObjectName, end_token: int, digest: bytes, codes: bytes
-    ) -> Record:
-        row = self._state_rows.get((name.namespace, name.prefix_hash), NONE)
-        states = self._states.setdefault(parent.row, _States({}, {}))
-        if row == NONE:
-            row = self.objects.add(Kind.CHECKPOINT, name.prefix_hash, end_token - 1, 1, parent.row)
-            self.objects.note_digest(row, digest)
-            self._state_rows[name.namespace, name.prefix_hash] = row
-            states.foreign[digest] = row
-        if codes and digest in states.foreign:
-            states.known[codes] = states.foreign.pop(digest)
-        return self.objects.record(row, name.namespace)
 
-    def _drop_state(self, row: int, name: ObjectName, digest: bytes, parent: int) -> None:
-        states = self._states[parent]
-        if states.foreign.pop(digest, NONE) == NONE:
-            codes = next(codes for codes, known in states.known.items() if known == row)
-            del states.known[codes]
-        if not states:
-            del self._states[parent]
-        del self._state_rows[name.namespace, name.prefix_hash]
-        self.objects.free(row)
-
-    def _states_on(self, block: int, prompt: Prompt, first: int, end: int) -> list[int]:
-        """Checkpoints below a block on a prompt's tokens [first, end), ascending by token."""
-        states = self._states[block]
-        if len(states.known) <= _FEW_STATES:
-            codes = prompt.codes(first, end)
-            found = [row for key, row in states.known.items() if codes.startswith(key)]
-        else:
-            ends = range(first + 1, end + 1)
-            keys = (prompt.codes(first, at) for at in ends)
-            found = [row for key in keys if (row := states.known.get(key, NONE)) != NONE]
-        if states.foreign:
-            digests = prompt.digests_of(first, end)
-            keys = (digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES))
-            found += [row for key in keys if (row := states.foreign.get(key, NONE)) != NONE]
-        objects = self.objects
-        existing = [row for row in found if objects.states[row] & EXISTS]
-        return sorted(existing, key=objects.firsts.__getitem__)
-
-    def _runs(self, path: Sequence[int], matched: int) -> tuple[Run, ...]:
-        """Run-length coding of what exists along a path."""
-        if not path:
-            return ()
-        rows = np.array(path)
-        kv = np.frombuffer(self.blocks.kv, np.int32)[rows]
-        pages = np.frombuffer(self.blocks.pages, np.int32).reshape(-1, PAGES)[rows].ravel()
-        return (
-            *self._runs_of(Kind.KV, kv, matched),
-            *self._runs_of(Kind.HIDDEN, pages[pages != NONE], matched),
-        )
-
-    def _runs_of(self, kind: Kind, rows: npt.NDArray[np.int32], matched: int) -> Iterator[Run]:
-        states = np.frombuffer(self.objects.states, np.uint8)[rows]
-        firsts = np.frombuffer(self.objects.firsts, np.int32)[rows]
-        ends = firsts + np.frombuffer(self.objects.lengths, np.uint16)[rows]
-        there = (states & EXISTS != 0) & (firsts < matched)
-        rows, states, firsts, ends = rows[there], states[there], firsts[there], ends[there]
-        if not len(states):
-            return
-        # Redis too or not: what is in the CPU tier is served from there.
-        alike = states & (IN_CPU | APPROXIMATE)
-        breaks = np.flatnonzero((alike[1:] != alike[:-1]) | (firsts[1:] != ends[:-1])) + 1
-        starts = [0, *breaks.tolist()]
-        for start, stop in zip(starts, [*starts[1:], len(states)], strict=True):
-            state = int(alike[start])
-            provenance = Provenance.APPROXIMATE if state & APPROXIMATE else Provenance.EXACT
-            end = min(int(ends[stop - 1]), matched)
-            figures = self.objects.figures(int(rows[stop - 1]))
-            yield Run(kind, int(firsts[start]), end, bool(state & IN_CPU), provenance, figures)
+def _block_end(end_token: int, back: int) -> int:
+    """Where a block of a prefix ends, so many blocks before its last."""
+    return min(end_token, (-(-end_token // KV_BLOCK_TOKENS) - back) * KV_BLOCK_TOKENS)

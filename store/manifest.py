@@ -35,7 +35,6 @@ from blake3 import blake3
 
 from tailreplay.store.chain import DIGEST_BYTES
 from tailreplay.store.errors import StoreUnavailable
-from tailreplay.store.index import Block
 from tailreplay.store.objects import (
     KV_BLOCK_TOKENS,
     MAX_TAIL_FIGURES_BYTES,
@@ -45,6 +44,7 @@ from tailreplay.store.objects import (
     Provenance,
 )
 from tailreplay.store.tokens import MAX_TOKENS
+from tailreplay.store.views import Block
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

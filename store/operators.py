@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tailreplay.store.catalog import Catalog
-    from tailreplay.store.index import Match, Path
     from tailreplay.store.ledger import Ledger
     from tailreplay.store.record import Record
     from tailreplay.store.tiers import Tiers
+    from tailreplay.store.views import Match, Path
 
 logger = logging.getLogger(__name__)
 

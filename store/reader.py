@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
     from tailreplay.store.catalog import Catalog
-    from tailreplay.store.index import Path
     from tailreplay.store.record import Record
     from tailreplay.store.tiers import Tiers
+    from tailreplay.store.views import Path
 
     Reason: TypeAlias = pb.MissReason.ValueType
 

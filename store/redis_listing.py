@@ -14,11 +14,12 @@ from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind, ObjectName
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tailreplay.store.index import Block, Node, TokenIndex
+    from tailreplay.store.index import TokenIndex
     from tailreplay.store.manifest import Entry
     from tailreplay.store.prompt import Prompt
     from tailreplay.store.record import Record
     from tailreplay.store.shared_index import Beyond
+    from tailreplay.store.views import Block, Node
 
 _LEARNT_LIFE_S = 600.0
 """How long something read of in a lookup is taken to be in Redis; then it is asked for again."""

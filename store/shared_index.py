@@ -32,10 +32,10 @@ from tailreplay.store.redis_servers import Question
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tailreplay.store.index import Block
     from tailreplay.store.manifest import Entry
     from tailreplay.store.prompt import Prompt
     from tailreplay.store.redis_servers import RedisServers
+    from tailreplay.store.views import Block
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from store_objects import Prefix
 
-from tailreplay.store.index import Node, Path, TokenIndex
+from tailreplay.store.index import TokenIndex
 from tailreplay.store.objects import Kind
 from tailreplay.store.prompt import Prompt
 from tailreplay.store.record import Record
+from tailreplay.store.views import Node, Path
 
 SPACE = bytes(32)
 

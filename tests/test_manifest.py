@@ -9,9 +9,10 @@ from redis_server import RedisServer, servers_at
 from store_objects import Prefix
 
 from tailreplay.store.errors import StoreUnavailable
-from tailreplay.store.index import Block, TokenIndex
+from tailreplay.store.index import TokenIndex
 from tailreplay.store.manifest import Entry, Manifests
 from tailreplay.store.objects import Provenance
+from tailreplay.store.views import Block
 
 pytestmark = pytest.mark.redis
 

@@ -148,11 +148,11 @@ def _redis_bytes(blocks: int) -> Field:
     import redis
     from redis_server import RedisServer
 
-    from tailreplay.store.index import Block
     from tailreplay.store.manifest import Entry, Manifests
     from tailreplay.store.objects import Provenance
     from tailreplay.store.redis_endpoint import RedisEndpoint
     from tailreplay.store.redis_servers import RedisServers
+    from tailreplay.store.views import Block
 
     server = RedisServer()
     try:

@@ -1,0 +1,124 @@
+"""What the index shows of itself: blocks, matches, and the objects along a path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from tailreplay.store.objects import Kind
+
+if TYPE_CHECKING:
+    from tailreplay.store.index import TokenIndex
+    from tailreplay.store.record import Record
+    from tailreplay.store.runs import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A block of the tree, to be used under the store's lock alone.
+
+    Attributes:
+        index: whose.
+        row: which.
+    """
+
+    index: TokenIndex
+    row: int
+
+    @property
+    def prefix_hash(self) -> bytes:
+        """Name of the prefix that ends with it."""
+        return self.index.name(self.row)
+
+    @property
+    def first_token(self) -> int:
+        """Position of its first token."""
+        return self.index.blocks.firsts[self.row]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in it."""
+        return self.index.blocks.lengths[self.row]
+
+    @property
+    def end_token(self) -> int:
+        """One past the position of its last token."""
+        return self.index.blocks.end(self.row)
+
+    @property
+    def kv(self) -> Record | None:
+        """Its `kv` object; None for the root of a namespace."""
+        return next(iter(self.index.records_of([self.row], Kind.KV)), None)
+
+    @property
+    def hidden(self) -> list[Record]:
+        """Its `hidden` objects, one per page, shared with siblings that share the page."""
+        return list(self.index.records_of([self.row], Kind.HIDDEN))
+
+    @property
+    def has_kv(self) -> bool:
+        """Whether its KV exists in some tier."""
+        return self.index.has_kv(self.row)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block as a manifest describes it.
+
+    Attributes:
+        namespace: 32 bytes.
+        prefix_hash: its name.
+        parent_hash: name of the block before it; of the root for the first.
+        first_token: position of its first token.
+        digests: running digests of its tokens.
+        page_hashes: prefix hash at the end of each of its pages.
+    """
+
+    namespace: bytes
+    prefix_hash: bytes
+    parent_hash: bytes
+    first_token: int
+    digests: bytes
+    page_hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest stored prefix of a request.
+
+    Attributes:
+        matched_tokens: its length.
+        index: where.
+        rows: blocks from the first to the deepest that shares a token.
+        leaf: name of the deepest; empty when nothing matched.
+        checkpoints: records of states that belong to prefixes of it, ascending by token.
+        runs: what exists along it, by kind, then by first token.
+    """
+
+    matched_tokens: int
+    index: TokenIndex
+    rows: tuple[int, ...] = ()
+    leaf: bytes = b""
+    checkpoints: tuple[Record, ...] = ()
+    runs: tuple[Run, ...] = ()
+
+    @property
+    def kv_tokens(self) -> int:
+        """Leading tokens whose keys and values exist."""
+        end = 0
+        for run in self.runs:
+            if run.kind is Kind.KV and run.first_token == end:
+                end = run.end_token
+        return end
+
+    @property
+    def path(self) -> list[Node]:
+        """The blocks; to be used under the store's lock alone."""
+        return [Node(self.index, row) for row in self.rows]
+
+
+class Path(NamedTuple):
+    """The objects along a path, by kind, ascending by token; a snapshot that outlives the lock."""
+
+    kv: tuple[Record, ...] = ()
+    hidden: tuple[Record, ...] = ()
