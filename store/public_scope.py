@@ -11,15 +11,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tailreplay.store.index import Path, Run
 from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind
+from tailreplay.store.runs import Run
+from tailreplay.store.views import Path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tailreplay.store.index import Match
     from tailreplay.store.prompt import Prompt
     from tailreplay.store.record import Record
+    from tailreplay.store.views import Match
 
 _LEAF_BYTES = 32
 
