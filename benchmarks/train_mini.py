@@ -52,7 +52,7 @@ class Trainer:
         """One batch, one update, and a look at whether the next level is due."""
         level, progress = self.level, self.progress
         if self.rng.random() < level.drill:
-            level = level.drilled()
+            level = level.drilled(int(self.rng.choice((32, 64, 128))), int(self.rng.integers(1, 3)))
         cut = self.rng.random() < level.cut
         names, rows = _batch(self.corpus, self.rng, level, cut)
         loss, right = self._loss(names, rows, rows[0].boundary if cut else None)

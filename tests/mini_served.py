@@ -10,6 +10,7 @@ import numpy as np
 # At the end, so that nothing in it shadows an installed package.
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
+from mini import forward
 from mini import model as minis
 from mini.tasks import Corpus
 from mini.tokenizer import Tokenizer
@@ -17,7 +18,7 @@ from quality_parts.columns import Served, bench
 from quality_parts.questions import Prompt, Row, rows, sample
 from quality_parts.scores import Scores
 
-__all__ = ["corpus", "figures", "minis", "prompts_served", "row_of"]
+__all__ = ["corpus", "figures", "forward", "minis", "prompts_served", "row_of"]
 
 
 @functools.cache

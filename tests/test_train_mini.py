@@ -70,12 +70,18 @@ def test_every_question_has_its_record_in_the_prefix(corpus):
         assert len(found) == 1
 
 
-def test_a_chain_leads_from_the_question_to_its_value(corpus):
-    row = tasks.track(corpus, np.random.default_rng(2), tasks.Load(160, 9, 3, hops=2))
+@pytest.mark.parametrize("hops", [1, 2, 3])
+def test_a_question_walks_a_chain_back_to_its_value(corpus, hops):
+    row = tasks.track(corpus, np.random.default_rng(2), tasks.Load(160, 12, 3, hops=hops))
     ids = row.ids.tolist()
     set_to = {ids[i - 1]: ids[i + 1] for i, token in enumerate(ids) if token == corpus.equals}
-    for place in np.flatnonzero(row.answer):
-        assert set_to[set_to[set_to[ids[place - 2]]]] == ids[place]
+    places = np.flatnonzero(row.answer)
+    assert len(places) == 3 * (hops + 1)
+    for place in places:
+        assert ids[place - 1] == corpus.asks
+        assert set_to[ids[place - 2]] == ids[place]
+    values = [place for place in places if ids[place] in corpus.values]
+    assert len(values) == 3
 
 
 def test_a_list_longer_than_the_alphabet_still_has_one_most_common_word(corpus):

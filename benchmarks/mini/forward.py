@@ -108,6 +108,25 @@ def replay(
     return states
 
 
+def replay_tokens(
+    model: Qwen3_5ForCausalLM, ids: Tensor, kv: dict[int, tuple[Tensor, Tensor]], k: int
+) -> dict[int, State]:
+    """GDN states rebuilt without hiddens: the last `k` of `ids` `[B, T]` run with the stored KV."""
+    length = ids.shape[1]
+    x = model.model.embed_tokens(ids[:, length - k :])
+    rope = rotary(model, length - k, length)
+    states: dict[int, State] = {}
+    for i, block in enumerate(model.model.layers):
+        y = norm(block.input_layernorm, x)
+        if block.block_type == "full_attention":
+            out, _ = attention(block.self_attn, y, rope, stored=kv[i])
+        else:
+            out, states[i] = gdn(block.linear_attn, y, None)
+        x = x + out
+        x = x + _mlp(block, x)
+    return states
+
+
 def rotary(model: Qwen3_5ForCausalLM, start: int, stop: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines `[1, stop - start, rotary dims]` of text positions."""
     positions = torch.arange(start, stop, device=model.lm_head.weight.device).view(1, 1, -1)
@@ -124,8 +143,12 @@ def attention(
     x: Tensor,
     rope: tuple[Tensor, Tensor],
     past: tuple[Tensor, Tensor] | None = None,
+    stored: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """FA sublayer on `x` `[B, T, D]`, normed; returns its output and all keys and values."""
+    """FA sublayer on `x` `[B, T, D]`, normed; returns its output and all keys and values.
+
+    `past` stands before x's own keys and values, `stored` instead of them too.
+    """
     dim = layer.head_dim
     q, gate = layer.q_proj(x).unflatten(-1, (-1, 2 * dim)).chunk(2, dim=-1)
     q = _rotate(norm(layer.q_norm, q).transpose(1, 2), rope)
@@ -133,8 +156,11 @@ def attention(
     k = _rotate(norm(layer.k_norm, k).transpose(1, 2), rope)
     v = layer.v_proj(x).unflatten(-1, (-1, dim)).transpose(1, 2)
     mask = None
-    if past is not None:
+    if stored is not None:
+        k, v = stored
+    elif past is not None:
         k, v = torch.cat((past[0], k), 2), torch.cat((past[1], v), 2)
+    if k.shape[2] > q.shape[2]:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
     groups = layer.num_key_value_groups
     out = F.scaled_dot_product_attention(

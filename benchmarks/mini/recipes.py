@@ -30,7 +30,7 @@ class Level:
     cut: float = 0.0
     """Share of the steps on needles alone with the states emptied before the questions."""
     drill: float = 0.0
-    """Share of the steps spent on short samples of tracking and common words."""
+    """Share of the steps spent on short samples of tracking, common words and copying."""
     ease: float = 1.0
     """Factor on the learning rate."""
     pass_at: float = 0.9
@@ -39,10 +39,10 @@ class Level:
     batch_tokens: int = 4096
     """Tokens a step."""
 
-    def drilled(self) -> "Level":
+    def drilled(self, length: int = 64, hops: int = 1) -> "Level":
         """The level of a drill: the same, but short, and without needles and text."""
-        mix = {"track": 0.5, "common": 0.5}
-        return replace(self, length=64, mix=mix, batch_tokens=self.batch_tokens // 2, cut=0)
+        batch = self.batch_tokens // 2
+        return replace(self, length=length, hops=hops, mix=DRILL, batch_tokens=batch, cut=0)
 
     def load(self, packed: bool) -> Load:
         """The hardness of this level's recall tasks; packed ones ask half of what they hold."""
@@ -67,6 +67,8 @@ class Recipe:
 
 WARM = {"needles": 0.6, "copy": 0.15, "text": 0.25}
 MIXED = {"needles": 0.5, "text": 0.5}
+DRILL = {"track": 0.35, "common": 0.35, "copy": 0.3}
+BROAD = {"needles": 0.4, "track": 0.1, "common": 0.1, "text": 0.4}
 
 RECIPES = {
     "retrieval": Recipe(
@@ -85,6 +87,8 @@ RECIPES = {
                 )
                 for length, keys in ((256, 16), (512, 32), (1024, 48), (2048, 64))
             ),
+            Level(1024, mix=BROAD, keys=48, packed=0.2, drill=0.6, ease=0.4, pass_at=0.94),
+            Level(2048, mix=BROAD, keys=64, packed=0.2, drill=0.8, ease=0.4, pass_at=2.0),
         )
     ),
     "state": Recipe(

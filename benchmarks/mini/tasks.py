@@ -3,8 +3,8 @@
 | task | what stands in the prefix | what is asked after it |
 |---|---|---|
 | needles | ` Emma = 42;` with many keys, in text or packed | ` Emma is` -> ` 42` |
-| track | ` Emma = 42; Anne = Emma; Jane = Anne;` | ` Jane is` -> ` 42` |
-| common | a list of words, one of them more often than the others | ` most is` -> the word |
+| track | ` Emma = 42; Anne = Emma; Jane = Anne;` | ` Jane is` -> ` Anne is Emma is 42` |
+| common | a list of words, one of them six times as often as the others | ` most is` -> the word |
 | copy | random words | the same words again |
 | text | a passage | the rest of it |
 
@@ -112,8 +112,12 @@ def needles(corpus: Corpus, rng: np.random.Generator, load: Load) -> Sample:
 
 
 def track(corpus: Corpus, rng: np.random.Generator, load: Load) -> Sample:
-    """Chains of variables, each set to the one before; questions ask the last of a chain."""
-    room = (load.length - 1 - _RECORD * load.questions) // _RECORD
+    """Chains of variables, each set to the one before; questions walk a chain back to its value.
+
+    As in RULER's variable tracking, every name of the chain is asked for.
+    """
+    walk = 2 * load.hops + _RECORD
+    room = (load.length - 1 - walk * load.questions) // _RECORD
     chains = max(1, min(load.keys, room) // (load.hops + 1))
     names = rng.choice(corpus.keys, (chains, load.hops + 1), replace=False)
     values = rng.choice(corpus.values, chains)
@@ -121,14 +125,17 @@ def track(corpus: Corpus, rng: np.random.Generator, load: Load) -> Sample:
     order = np.argsort(_interleaved(rng, chains, load.hops + 1), kind="stable")
     records = _records(corpus, names.ravel()[order], sources.ravel()[order], corpus.equals)
     asked = rng.choice(chains, min(load.questions, chains), replace=False)
-    return _row(corpus, rng, load, (records, _records(corpus, names[asked, -1], values[asked])))
+    steps = np.full((len(asked), walk), corpus.asks)
+    steps[:, -1] = corpus.ends
+    steps[:, :-1:2] = np.concatenate((names[asked, ::-1], values[asked, None]), 1)
+    return _row(corpus, rng, load, (records, steps))
 
 
 def common(corpus: Corpus, rng: np.random.Generator, load: Load) -> Sample:
-    """A list of words, one of which stands in it several times as often as any other."""
+    """A list of words, one of which stands in it six times as often as any other, or more."""
     room = load.length - 1 - 3
-    often = max(3, room // 12)
-    count = min(1 + (room - often) // 2, len(corpus.keys))
+    often = max(6, room // 12)
+    count = min(1 + room - often, len(corpus.keys))
     others = rng.choice(corpus.keys, count, replace=False)
     rest = np.resize(others[1:], room - often)
     words = rng.permutation(np.concatenate((np.full(often, others[0]), rest)))
@@ -178,7 +185,6 @@ def _row(corpus: Corpus, rng: np.random.Generator, load: Load, parts: tuple[Ids,
         places[:] = room
     prefix = np.insert(filler, np.repeat(places, _RECORD), records.ravel())
     natural = np.insert(np.ones(room, dtype=bool), np.repeat(places, _RECORD), False)
-    answer = np.zeros(load.length, dtype=bool)
-    answer[len(prefix) + 3 :: _RECORD] = True
+    answer = np.append(np.zeros(len(prefix) + 1, dtype=bool), tail[:-1] == corpus.asks)
     natural = np.append(natural, np.zeros(len(tail), dtype=bool))
     return Sample(np.concatenate((prefix, tail)), answer, natural, len(prefix))

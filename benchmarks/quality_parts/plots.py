@@ -33,7 +33,7 @@ def plots(models: dict[str, list[dict[str, Any]]]) -> dict[str, str]:
 
 def _ratio_lines(models: dict[str, list[dict[str, Any]]]) -> Iterator[Line]:
     columns = ["zero", *(f"tail {100 * r:g}%" for r in RATIOS)]
-    for model, rows in models.items():
+    for model, rows in _in_fp32(models):
         for row in rows:
             if row["tokens"] == "all" and row["task"] in (
                 "needles in text",
@@ -45,7 +45,7 @@ def _ratio_lines(models: dict[str, list[dict[str, Any]]]) -> Iterator[Line]:
 
 
 def _distance_lines(models: dict[str, list[dict[str, Any]]]) -> Iterator[Line]:
-    for model, rows in models.items():
+    for model, rows in _in_fp32(models):
         (text,) = (row for row in rows if (row["task"], row["tokens"]) == (TEXT, "all"))
         for column in ("zero", "tail 5%", "tail 20%", "exact"):
             buckets = text["columns"][column]["by_distance"]
@@ -56,6 +56,10 @@ def _distance_lines(models: dict[str, list[dict[str, Any]]]) -> Iterator[Line]:
                     for b in buckets
                 ],
             )
+
+
+def _in_fp32(models: dict[str, list[dict[str, Any]]]) -> Iterator[tuple[str, Any]]:
+    return ((name, rows) for name, rows in models.items() if not name.endswith("bf16"))
 
 
 def _picture(

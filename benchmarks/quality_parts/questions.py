@@ -6,13 +6,19 @@ judged at several places; the answer to the last is generated.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from mini.tasks import TASKS, Corpus, Ids, Load
 
 QUESTIONS = 8
 """Answers judged per prompt, where as many can be asked."""
+
+HOPS = 2
+"""Links of a chain behind its first."""
+
+LONGEST_TRAINED = 2048
+"""Beyond it only needles in text and natural text are asked."""
 
 AHEAD = 256
 """Tokens of natural text judged behind a boundary."""
@@ -32,7 +38,8 @@ class Prompt:
         m: tokens it shares with its context.
         places: indices i into `ids[m:]` at which token i + 1 is an answer; the last one is the
             prompt's end, whose answer is generated. Empty for natural text.
-        answers: the token that is right at each place.
+        answers: the token that is right at each place, and further ones in what is generated, at
+            every second token.
         new_tokens: how many to generate.
     """
 
@@ -58,9 +65,10 @@ def rows(lengths: tuple[int, ...]) -> Iterator[Row]:
     for n in lengths:
         keys = max(4, n // 32)
         yield Row("needles in text", "needles", n, Load(0, keys, QUESTIONS))
-        yield Row("needles packed", "needles", n, Load(0, 0, QUESTIONS, packed=True))
-        yield Row("tracking", "track", n, Load(0, keys, QUESTIONS))
-        yield Row("common words", "common", n, Load(0, 0, 1))
+        if n <= LONGEST_TRAINED:
+            yield Row("needles packed", "needles", n, Load(0, 0, QUESTIONS, packed=True))
+            yield Row("tracking", "track", n, Load(0, keys, QUESTIONS, hops=HOPS))
+            yield Row("common words", "common", n, Load(0, 0, 1))
         yield Row("natural text", "text", n, Load(0, 0, 0))
 
 
@@ -72,8 +80,9 @@ def sample(
         m = _unaligned(rng, row.tokens - 64, row.tokens)
         ids = corpus.passage(rng, m + AHEAD + 1, held_back=True).tolist()
         return ids[:m], [Prompt(ids, m), Prompt(ids[: m + 1], m, new_tokens=GREEDY)]
-    tail = 3 if row.task == "common" else 1 + 4 * row.load.questions
-    load = Load(row.tokens + tail, row.load.keys, row.load.questions, packed=row.load.packed)
+    hops = row.load.hops if row.task == "track" else 0
+    tail = 3 if row.task == "common" else 1 + (4 + 2 * hops) * row.load.questions
+    load = replace(row.load, length=row.tokens + tail)
     drawn = TASKS[row.task](corpus, rng, load)
     context = drawn.ids[: drawn.boundary]
     prompts: list[Prompt] = []
@@ -94,28 +103,37 @@ def _asked(corpus: Corpus, row: Row, rng: np.random.Generator, context: Ids, m: 
         return Prompt([*prefix.tolist(), *tail], m, (len(tail) - 1,), tuple(answers))
     known = _facts(corpus, prefix, row.task)
     keys = rng.choice(list(known), min(QUESTIONS, len(known)), replace=False).tolist()
-    tail = [corpus.line]
+    tail, places, answers = [corpus.line], [], []
     for key in keys:
-        tail += [key, corpus.asks, known[key], corpus.ends]
-    del tail[-2:]
-    places = tuple(range(2, len(tail), 4))
-    return Prompt([*prefix.tolist(), *tail], m, places, tuple(known[key] for key in keys))
+        at = len(tail)
+        for name in [key, *known[key]]:
+            tail += [name, corpus.asks]
+        tail[-1] = corpus.ends
+        places += range(at + 1, len(tail) - 2, 2)
+        answers += known[key]
+    walk = len(known[keys[-1]])
+    del tail[at + 2 :]
+    del places[len(places) - walk + 1 :]
+    ids = [*prefix.tolist(), *tail]
+    return Prompt(ids, m, tuple(places), tuple(answers), new_tokens=2 * walk - 1)
 
 
-def _facts(corpus: Corpus, prefix: Ids, task: str) -> dict[int, int]:
-    """What can be asked of a prefix, with its answer; of chains only links that need a hop."""
+def _facts(corpus: Corpus, prefix: Ids, task: str) -> dict[int, list[int]]:
+    """What can be asked of a prefix, with its answers; of chains only links that need a hop."""
     ids = prefix.tolist()
     verbs = [i for i, token in enumerate(ids[:-2]) if token == corpus.equals and i]
     said = {ids[i - 1]: ids[i + 1] for i in verbs if ids[i + 2] == corpus.ends}
     if task != "track":
-        return said
-    return {key: _end(said, key) for key, source in said.items() if source in said}
+        return {key: [value] for key, value in said.items()}
+    return {key: _walk(said, key) for key, source in said.items() if source in said}
 
 
-def _end(said: dict[int, int], key: int) -> int:
+def _walk(said: dict[int, int], key: int) -> list[int]:
+    walk = []
     while key in said:
         key = said[key]
-    return key
+        walk.append(key)
+    return walk
 
 
 def _unaligned(rng: np.random.Generator, low: int, high: int) -> int:

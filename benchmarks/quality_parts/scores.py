@@ -61,7 +61,7 @@ class Scores:
     ) -> None:
         """Counts one context's prompts, served in every way."""
         text = self.row.task == "text"
-        self.asked.append(AHEAD if text else sum(len(p.places) for p in prompts))
+        self.asked.append(AHEAD if text else sum(len(p.answers) for p in prompts))
         self.continued.append(1 if text else len(prompts))
         for name in served[0]:
             counts = self.columns.setdefault(name, Counts())
@@ -169,12 +169,16 @@ def _given(prompt: Prompt, served: Served) -> list[int]:
     one token long and stand at a known place, so equality of that token is the same thing.
     """
     top = served.logits.argmax(-1).tolist()
-    return [*(top[place] for place in prompt.places[:-1]), served.tokens[0]]
+    return [*(top[place] for place in prompt.places[:-1]), *served.tokens[::2]]
 
 
 def _replayed(prompts: list[Prompt], column: list[Served]) -> float:
-    shares = [s.report["replayed_tokens"] / p.m for p, s in zip(prompts, column, strict=True)]
-    return float(np.mean(shares))
+    return float(np.mean([_share(p, s.report) for p, s in zip(prompts, column, strict=True)]))
+
+
+def _share(prompt: Prompt, report: dict[str, Any]) -> float:
+    """A miss runs over all of the prefix, as full does."""
+    return 1.0 if report["mode"] == "miss" else report["replayed_tokens"] / prompt.m
 
 
 def _same(a: list[int], b: list[int]) -> int:

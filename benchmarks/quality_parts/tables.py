@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from quality_parts.columns import COLUMNS
-
 Row = dict[str, Any]
 
 TEXT = "natural text"
@@ -43,10 +41,11 @@ def _found(row: Row) -> bool:
 def _table(
     rows: list[Row], figure: Callable[[dict[str, Any]], tuple[float, ...]], form: str = "{:.3f}"
 ) -> Iterator[str]:
-    yield f"| task | tokens | answers | {' | '.join(COLUMNS)} |"
-    yield "|---|---|---|" + "---|" * len(COLUMNS)
+    names = list(rows[0]["columns"]) if rows else []
+    yield f"| task | tokens | answers | {' | '.join(names)} |"
+    yield "|---|---|---|" + "---|" * len(names)
     for row in rows:
-        figures = [figure(row["columns"][name]) for name in COLUMNS]
+        figures = [figure(row["columns"][name]) for name in names]
         bounds = row["tokens"] == "all"
         cells = " | ".join(form.format(f[0]) + (_bounds(f) if bounds else "") for f in figures)
         yield f"| {row['task']} | {row['tokens']} | {row['answers']} | {cells} |"
@@ -57,7 +56,7 @@ def _bounds(figure: tuple[float, ...]) -> str:
 
 
 def _distance(columns: dict[str, Any]) -> Iterator[str]:
-    names = [name for name in COLUMNS if name != "full"]
+    names = [name for name in columns if name != "full"]
     yield f"| tokens behind | {' | '.join(names)} |"
     yield "|---|" + "---|" * len(names)
     for number, bucket in enumerate(columns["full"]["by_distance"]):

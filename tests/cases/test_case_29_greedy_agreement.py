@@ -35,6 +35,6 @@ def test_a_tail_loses_answers_that_are_in_the_states_and_exact_does_not():
 def test_the_agreement_is_published_for_every_replay_ratio():
     found = figures("retrieval", "text", 256, tuple(COLUMNS))
     tails = [f"tail {r}%" for r in (1, 2, 5, 10, 20)]
-    assert [name for name in found if name.startswith("tail")] == tails
+    assert set(tails) <= found.keys()
     for column in found.values():
         assert 0 <= column["kept"][0] <= 1

@@ -1,0 +1,59 @@
+"""Worked out beside the engine: hiddens in 8 bits, and a tail without hiddens; none serves them."""
+
+import math
+
+import torch
+from mini.forward import Stored, extend, replay, replay_tokens
+from torch import Tensor
+from transformers import Qwen3_5ForCausalLM
+
+from tailreplay.connector.plan import CONV_ROWS
+
+RATIO = 0.1
+BESIDE = ("tail 10% fp8", "tail 10%, no hiddens")
+"""A tail of 10% from hiddens in fp8 (e4m3, a scale a row), and from tokens and stored KV alone."""
+
+_FP8_MAX = 448.0
+
+
+def tail_rows(m: int) -> int:
+    """Rows that are replayed, as in the column of a tail of 10%."""
+    return min(m, max(math.ceil(RATIO * m), 4) + CONV_ROWS)
+
+
+@torch.no_grad()
+def beside(
+    model: Qwen3_5ForCausalLM, prompt: list[int], m: int, new_tokens: int, names: list[str]
+) -> dict[str, tuple[Tensor, list[int]]]:
+    """Logits behind the boundary `[q, V]` and continuation, by column."""
+    if not names:
+        return {}
+    ids, rows = torch.tensor([prompt]), tail_rows(m)
+    _, stored = extend(model, ids[:, :m], None)
+    found = {}
+    for name in names:
+        if name == BESIDE[0]:
+            hidden = {s: h if s < 0 else in_fp8(h) for s, h in stored.hidden.items()}
+            states = replay(model, hidden, rows)
+        else:
+            states = replay_tokens(model, ids[:, :m], stored.kv, rows)
+        found[name] = _answered(model, ids[:, m:], Stored(stored.kv, {}, states), new_tokens)
+    return found
+
+
+def in_fp8(hidden: Tensor) -> Tensor:
+    """Hiddens `[..., D]` as they come back from 8 bits and a scale for each row."""
+    scale = hidden.abs().amax(-1, keepdim=True).clamp(min=1e-12) / _FP8_MAX
+    return (hidden / scale).to(torch.float8_e4m3fn).to(hidden.dtype) * scale
+
+
+def _answered(
+    model: Qwen3_5ForCausalLM, ids: Tensor, past: Stored, new_tokens: int
+) -> tuple[Tensor, list[int]]:
+    out, past = extend(model, ids, past)
+    logits = model.lm_head(out[0])
+    tokens = [int(logits[-1].argmax())]
+    while len(tokens) < new_tokens:
+        out, past = extend(model, torch.tensor([tokens[-1:]]), past)
+        tokens.append(int(model.lm_head(out[0, -1]).argmax()))
+    return logits, tokens
