@@ -667,6 +667,7 @@ class PutResponse(_message.Message):
     STORED_BYTES_FIELD_NUMBER: _builtins.int
     DUPLICATES_FIELD_NUMBER: _builtins.int
     DROPPED_FIELD_NUMBER: _builtins.int
+    NOT_ADMITTED_FIELD_NUMBER: _builtins.int
     stored: _builtins.int
     """Objects now in the CPU tier because of this call."""
     stored_bytes: _builtins.int
@@ -674,6 +675,8 @@ class PutResponse(_message.Message):
     """Objects that were there already; their bytes were discarded."""
     dropped: _builtins.int
     """Objects for which no room could be made."""
+    not_admitted: _builtins.int
+    """Objects not taken because nobody had offered them before, where the store asks for that."""
     def __init__(
         self,
         *,
@@ -681,10 +684,11 @@ class PutResponse(_message.Message):
         stored_bytes: _builtins.int = ...,
         duplicates: _builtins.int = ...,
         dropped: _builtins.int = ...,
+        not_admitted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped", "duplicates", b"duplicates", "stored", b"stored", "stored_bytes", b"stored_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped", "duplicates", b"duplicates", "not_admitted", b"not_admitted", "stored", b"stored", "stored_bytes", b"stored_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -838,6 +842,7 @@ class StatsResponse(_message.Message):
     SERVED_BYTES_FIELD_NUMBER: _builtins.int
     REDIS_HEALTHY_FIELD_NUMBER: _builtins.int
     SHARED_MEMORY_FIELD_NUMBER: _builtins.int
+    NOT_ADMITTED_OBJECTS_FIELD_NUMBER: _builtins.int
     queried_tokens: _builtins.int
     """Tokens asked for in all Match calls = matched + unmatched."""
     matched_tokens: _builtins.int
@@ -866,6 +871,8 @@ class StatsResponse(_message.Message):
     """Whether engines of this machine read the pool in place; without, every byte is copied to them,
     because /dev/shm has no room for the pool or the settings say so.
     """
+    not_admitted_objects: _builtins.int
+    """As in PutResponse, of all Puts."""
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierBytes]:
         """Stored bytes by tier and kind."""
@@ -893,10 +900,11 @@ class StatsResponse(_message.Message):
         served_bytes: _builtins.int = ...,
         redis_healthy: _builtins.bool = ...,
         shared_memory: _builtins.bool = ...,
+        not_admitted_objects: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "dropped_objects", b"dropped_objects", "evicted_bytes", b"evicted_bytes", "hits", b"hits", "integrity_errors", b"integrity_errors", "leases", b"leases", "lookups", b"lookups", "matched_tokens", b"matched_tokens", "misses", b"misses", "pinned_bytes", b"pinned_bytes", "pool_bytes", b"pool_bytes", "pool_used_bytes", b"pool_used_bytes", "queried_tokens", b"queried_tokens", "redis_healthy", b"redis_healthy", "redis_pending_bytes", b"redis_pending_bytes", "served_bytes", b"served_bytes", "shared_memory", b"shared_memory", "stored_bytes", b"stored_bytes", "tiers", b"tiers", "unmatched_tokens", b"unmatched_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "dropped_objects", b"dropped_objects", "evicted_bytes", b"evicted_bytes", "hits", b"hits", "integrity_errors", b"integrity_errors", "leases", b"leases", "lookups", b"lookups", "matched_tokens", b"matched_tokens", "misses", b"misses", "not_admitted_objects", b"not_admitted_objects", "pinned_bytes", b"pinned_bytes", "pool_bytes", b"pool_bytes", "pool_used_bytes", b"pool_used_bytes", "queried_tokens", b"queried_tokens", "redis_healthy", b"redis_healthy", "redis_pending_bytes", b"redis_pending_bytes", "served_bytes", b"served_bytes", "shared_memory", b"shared_memory", "stored_bytes", b"stored_bytes", "tiers", b"tiers", "unmatched_tokens", b"unmatched_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
