@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -163,6 +163,13 @@ class StoreConfig(BaseSettings):
         float,
         Field(gt=0, description="a writer that sends nothing for so long is cut off, seconds"),
     ] = 15.0
+    admit: Annotated[
+        Literal["first", "second"],
+        Field(
+            description="when an object is taken: the first time it is offered, or the second, "
+            "which costs nearly nothing where little is reused, and the first hit where much is"
+        ),
+    ] = "first"
     drain_s: Annotated[
         float,
         Field(ge=0, description="what flows when the store is told to stop may end for so long, s"),

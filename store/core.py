@@ -30,6 +30,7 @@ from tailreplay.store.reader import Frame, Reader
 from tailreplay.store.redis_endpoint import RedisEndpoint
 from tailreplay.store.redis_settings import redis_manifests, redis_servers, redis_tier
 from tailreplay.store.shared_index import SharedIndex
+from tailreplay.store.sightings import Sightings
 from tailreplay.store.tiers import Tiers
 from tailreplay.store.urgent_gate import UrgentGate
 from tailreplay.store.writer import PutSession, Writer
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FLUSH_STEP_S = 0.01
+_SIGHTINGS = 1 << 17
 _FORGET_EVERY_S = 10.0
 
 
@@ -106,6 +108,7 @@ class Store:
             self.tiers,
             digest_key=self._digest_key,
             max_object_bytes=config.max_object_bytes,
+            sightings=Sightings(_SIGHTINGS) if config.admit == "second" else None,
         )
         self._ledger = _ledger(config)
         self.operators = Operators(

@@ -30,6 +30,7 @@ _COUNTERS = {
     "served_bytes": "bytes of rows sent to readers, or placed for them in shared memory",
     "evicted_bytes": "bytes of objects evicted from the CPU tier",
     "dropped_objects": "objects for which no room could be made",
+    "not_admitted_objects": "objects not taken because nobody had offered them before",
     "integrity_errors": "objects found damaged, swapped or of another size, and dropped",
 }
 

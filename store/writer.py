@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tailreplay.store.catalog import Catalog
+    from tailreplay.store.sightings import Sightings
     from tailreplay.store.tiers import Tiers
 
 
@@ -34,6 +35,7 @@ class Writer:
         tiers: keeps it.
         digest_key: gives the key of the running digests for a namespace.
         max_object_bytes: largest object taken.
+        sightings: what has been offered before, if only that is to be taken.
     """
 
     def __init__(
@@ -43,9 +45,11 @@ class Writer:
         *,
         digest_key: Callable[[bytes], bytes],
         max_object_bytes: int,
+        sightings: Sightings | None = None,
     ) -> None:
         self._catalog = catalog
         self._tiers = tiers
+        self._sightings = sightings
         self._digest_key = digest_key
         self._max_object_bytes = max_object_bytes
 
@@ -90,7 +94,9 @@ class Writer:
         """
         tokens = wire_tokens.from_wire(begin.tokens)
         prompt = Prompt(namespace, tokens, self._digest_key(namespace), begin.namespace)
-        return PutSession(self._catalog, self._tiers, prompt, self._max_object_bytes)
+        return PutSession(
+            self._catalog, self._tiers, prompt, self._max_object_bytes, self._sightings
+        )
 
 
 class PutSession:
@@ -106,11 +112,13 @@ class PutSession:
         tiers: Tiers,
         prompt: Prompt,
         max_object_bytes: int,
+        sightings: Sightings | None,
     ) -> None:
         self._catalog = catalog
         self._tiers = tiers
         self._prompt = prompt
         self._max_object_bytes = max_object_bytes
+        self._sightings = sightings
         self._claimed: set[ObjectName] = set()
         self.response = pb.PutResponse()
 
@@ -123,7 +131,9 @@ class PutSession:
         self._catalog.used_prefix(self._prompt)
 
     def claim(self, wanted: pb.PutObject) -> bool:
-        """Whether the caller should send an object; False when it is there or on its way.
+        """Whether the caller should send an object.
+
+        False when it is there, on its way, or offered for the first time where that is too early.
 
         Raises:
             InvalidRequest, LimitExceeded: it can not be stored.
@@ -132,6 +142,11 @@ class PutSession:
         name = self._name(wanted)
         if not self._catalog.claim(self._prompt, name, wanted.end_token, wanted.size_bytes):
             self.response.duplicates += 1
+            return False
+        if self._sightings is not None and not self._sightings.again(name):
+            self._catalog.unclaim(name)
+            self._catalog.count("not_admitted_objects")
+            self.response.not_admitted += 1
             return False
         self._claimed.add(name)
         return True
