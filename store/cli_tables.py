@@ -9,7 +9,9 @@ from rich.table import Table
 if TYPE_CHECKING:
     from rich.console import Console
 
-_SIZES = ("_bytes", "_bytes_per_token")
+_SIZES = ("_bytes", "_bytes_per_token", "_bytes_per_s")
+_NAMES = ("tenant", "pin_id")
+_NAME_WIDTH = 32
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -66,10 +68,101 @@ def explain(console: Console, answer: dict[str, Any]) -> None:
     console.print(table)
 
 
+def objects(console: Console, answer: dict[str, Any]) -> None:
+    """Every object of a prefix."""
+    facts(console, {name: answer[name] for name in ("matched_tokens", "tenant")})
+    table = _table("kind", "tokens", "bytes", "tiers", "provenance", "idle s", "pinned", "name")
+    for row in answer["objects"]:
+        table.add_row(
+            _word(row["kind"]),
+            f"{row['first_token']} to {row['end_token']}",
+            human_bytes(row["size_bytes"]),
+            "+".join(map(_word, row["tiers"])),
+            _word(row["provenance"]),
+            f"{row['idle_s']:.0f}",
+            "yes" if row["pinned"] else "",
+            row["prefix_hash"][:16],
+        )
+    console.print(table)
+
+
+def pins(console: Console, answer: dict[str, Any]) -> None:
+    """Every pin."""
+    table = _table("pin_id", "namespace", "tokens", "objects", "bytes", "ends in s")
+    for row in answer["pins"]:
+        table.add_row(
+            row["pin_id"],
+            row["namespace"][:16],
+            str(row["tokens"]),
+            str(row["objects"]),
+            human_bytes(row["bytes"]),
+            f"{row['expires_in_s']:.0f}",
+        )
+    console.print(table)
+
+
+def tenants(console: Console, answer: dict[str, Any]) -> None:
+    """Use and limits of every tenant."""
+    table = _table("tenant", "namespaces", "cpu", "limit", "redis", "limit", "evicted", "refused")
+    for row in answer["tenants"]:
+        table.add_row(
+            row["tenant"] or "(none)",
+            str(row["namespaces"]),
+            human_bytes(row["cpu_bytes"]),
+            _limit(row["cpu_limit_bytes"]),
+            human_bytes(row["redis_bytes"]),
+            _limit(row["redis_limit_bytes"]),
+            human_bytes(row["evicted_bytes"]),
+            str(row["refused_objects"]),
+        )
+    console.print(table)
+
+
+def removed(console: Console, answer: dict[str, Any]) -> None:
+    """What has gone, by tier and kind, and what a count found afterwards."""
+    rows = answer["removed"]
+    table = _table("tier", "kind", "objects", "bytes")
+    for row in rows:
+        table.add_row(
+            _word(row["tier"]), _word(row["kind"]), str(row["objects"]), human_bytes(row["bytes"])
+        )
+    if rows:
+        console.print(table)
+    else:
+        console.print("nothing was there")
+    facts(console, {name: value for name, value in answer.items() if name != "removed"})
+
+
+def checks(console: Console, answer: dict[str, Any]) -> None:
+    """What was looked at, what was found, and what to do."""
+    marks = {"ok": "ok", "warn": "look", "fail": "FAIL", "skip": "-"}
+    for row in answer["checks"]:
+        console.print(
+            f"{marks[row['state']]:4}  {row['check']}: {row['found']}",
+            markup=False,
+            soft_wrap=True,
+        )
+        if row["todo"]:
+            console.print(f"      {row['todo']}", markup=False, soft_wrap=True)
+
+
+def top(console: Console, answer: dict[str, Any]) -> None:
+    """Rates since the last look, what is full, and who fills it."""
+    facts(console, {name: value for name, value in answer.items() if name != "tenants"})
+    if answer["tenants"]:
+        tenants(console, answer)
+
+
+def _limit(size: int | None) -> str:
+    return "-" if size is None else human_bytes(size)
+
+
 def _table(*columns: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in columns:
-        table.add_column(column, justify="left", no_wrap=True)
+        # What one copies from the screen is never cut.
+        least = _NAME_WIDTH if column in _NAMES else None
+        table.add_column(column, justify="left", no_wrap=True, min_width=least)
     return table
 
 

@@ -112,18 +112,10 @@ class StoreServer:
         max_streams = config.max_workers * 3 // 4
         service = StoreService(self.store, self._lane, self._access, max_streams=max_streams)
         rpc.add_StoreServicer_to_server(service, listener.server)
-        services = [SERVICE_NAME]
-        if config.listen.startswith("unix:") and self._are_operators(config):
-            add_admin(listener.server, self.store, self._access)
-            services.append(ADMIN_SERVICE_NAME)
-        listener.bind(*services)
+        listener.bind(SERVICE_NAME)
         if config.listen.startswith("unix:"):
             let_group_in(socket_path(config.listen), config.access_gid, 0o660)
         return listener.address
-
-    def _are_operators(self, config: StoreConfig) -> bool:
-        """Whether those who can open the socket operate the store, unless their token says no."""
-        return config.access_gid is None or not self._access.is_open
 
     def _listen_for_operators(self, config: StoreConfig) -> str | None:
         if config.admin_address is None:

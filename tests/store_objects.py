@@ -205,10 +205,12 @@ class Client:
             address, options=[("grpc.use_local_subchannel_pool", 1)]
         )
         self.stub = rpc.StoreStub(self.channel)
-        self.admin = rpc.AdminStub(self.channel)
+        self._admin_channel = grpc.insecure_channel(f"{address}.admin")
+        self.admin = rpc.AdminStub(self._admin_channel)
 
     def close(self) -> None:
         self.channel.close()
+        self._admin_channel.close()
 
     def put(self, prefix: Prefix, spans: Iterable[Span] | None = None, **how) -> pb.PutResponse:
         return self.stub.Put(put_frames(prefix, spans, **how), timeout=20)

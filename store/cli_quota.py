@@ -1,0 +1,181 @@
+"""Commands about tenants: quotas, and the mode in which they are served."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tailreplay.proto import store_pb2 as pb
+from tailreplay.store import cli_tables
+from tailreplay.store.cli_io import (
+    ADMIN_TIMEOUT_S,
+    AdminUrl,
+    Format,
+    FormatOption,
+    Output,
+    Quiet,
+    Url,
+    ask_admin,
+    fail,
+    plain,
+    write,
+)
+from tailreplay.store.namespace import TENANT_BYTES, tenant_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tailreplay.proto import store_pb2_grpc as rpc
+
+app = typer.Typer()
+quota = typer.Typer(no_args_is_help=True, help="How much each tenant may store.")
+mode = typer.Typer(no_args_is_help=True, help="How hits are used where nobody else says it.")
+app.add_typer(quota, name="quota")
+app.add_typer(mode, name="mode")
+
+Tenant = Annotated[str, typer.Argument(help="the tenant's name, as its engines have it")]
+Digest = Annotated[
+    bool, typer.Option("--digest", help="the tenant is given as `quota list` shows it, in hex")
+]
+_UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
+_SIZE = re.compile(r"(\d+)\s*([kmgt]?)(?:ib|b)?", re.IGNORECASE)
+
+
+class ModeName(StrEnum):
+    """What `mode set` takes."""
+
+    EXACT = "exact"
+    TAIL = "tail"
+    AUTO = "auto"
+    OFF = "off"
+    UNSET = "unset"
+
+
+def tenant_of(name: str, digest: bool) -> bytes:
+    """A tenant's digest, from its name, or from the digest in hex; ends the command if wrong."""
+    if not name:
+        fail("tenant is empty, wanted its name")
+    if not digest:
+        return tenant_digest(name)
+    try:
+        found = bytes.fromhex(name)
+    except ValueError:
+        found = b""
+    if len(found) != TENANT_BYTES:
+        fail(f"tenant is {name!r}, wanted {2 * TENANT_BYTES} hex digits (see `quota list`)")
+    return found
+
+
+@quota.command("set")
+def set_quota(
+    tenant: Tenant,
+    cpu: Annotated[
+        str | None, typer.Option(help="most in the CPU tier, such as 512MiB", show_default=False)
+    ] = None,
+    redis: Annotated[
+        str | None, typer.Option(help="most in Redis, such as 20GiB", show_default=False)
+    ] = None,
+    digest: Digest = False,
+    url: Url = "",
+    admin_url: AdminUrl = "",
+    output_format: FormatOption = Format.TERMINAL,
+    output: Output = None,
+    quiet: Quiet = False,
+) -> None:
+    """Limit a tenant; what is over goes at once, its own oldest objects first."""
+    if cpu is None and redis is None:
+        fail("no limit is given, wanted --cpu or --redis")
+    request = pb.SetQuotaRequest(
+        tenant=tenant_of(tenant, digest),
+        cpu_bytes=None if cpu is None else _bytes("--cpu", cpu),
+        redis_bytes=None if redis is None else _bytes("--redis", redis),
+    )
+    answer = ask_admin(url, admin_url, lambda stub: stub.SetQuota(request, timeout=ADMIN_TIMEOUT_S))
+    write(plain(answer), cli_tables.facts, output_format, output, quiet)
+
+
+@quota.command("get")
+def get_quota(
+    tenant: Tenant,
+    digest: Digest = False,
+    url: Url = "",
+    admin_url: AdminUrl = "",
+    output_format: FormatOption = Format.TERMINAL,
+    output: Output = None,
+    quiet: Quiet = False,
+) -> None:
+    """What a tenant uses, and may."""
+    answer = ask_admin(url, admin_url, _listing(tenant_of(tenant, digest)))
+    write(plain(answer.tenants[0]), cli_tables.facts, output_format, output, quiet)
+
+
+@quota.command("list")
+def list_quotas(
+    url: Url = "",
+    admin_url: AdminUrl = "",
+    output_format: FormatOption = Format.TERMINAL,
+    output: Output = None,
+    quiet: Quiet = False,
+) -> None:
+    """What every tenant uses, and may; names are not known to a store."""
+    answer = ask_admin(url, admin_url, _listing(b""))
+    write(plain(answer), cli_tables.tenants, output_format, output, quiet)
+
+
+@quota.command("delete")
+def delete_quota(
+    tenant: Tenant,
+    digest: Digest = False,
+    url: Url = "",
+    admin_url: AdminUrl = "",
+    output_format: FormatOption = Format.TERMINAL,
+    output: Output = None,
+    quiet: Quiet = False,
+) -> None:
+    """Take a tenant's limits away."""
+    request = pb.DeleteQuotaRequest(tenant=tenant_of(tenant, digest))
+    answer = ask_admin(
+        url, admin_url, lambda stub: stub.DeleteQuota(request, timeout=ADMIN_TIMEOUT_S)
+    )
+    write(plain(answer), cli_tables.facts, output_format, output, quiet)
+
+
+@mode.command("set")
+def set_mode(
+    tenant: Tenant,
+    wanted: Annotated[ModeName, typer.Argument(help="unset takes it back")],
+    digest: Digest = False,
+    url: Url = "",
+    admin_url: AdminUrl = "",
+    output_format: FormatOption = Format.TERMINAL,
+    output: Output = None,
+    quiet: Quiet = False,
+) -> None:
+    """The mode of a tenant's requests where neither they nor their engine name one.
+
+    vLLM engines always name one. `tail` and `auto` may make answers approximate.
+    """
+    name = "" if wanted is ModeName.UNSET else wanted.value
+    request = pb.SetModeRequest(tenant=tenant_of(tenant, digest), mode=name)
+    ask_admin(url, admin_url, lambda stub: stub.SetMode(request, timeout=ADMIN_TIMEOUT_S))
+    answer = ask_admin(url, admin_url, _listing(request.tenant))
+    write(plain(answer.tenants[0]), cli_tables.facts, output_format, output, quiet)
+
+
+def _listing(tenant: bytes) -> Callable[[rpc.AdminStub], pb.ListTenantsResponse]:
+    request = pb.ListTenantsRequest(tenant=tenant)
+    return lambda stub: stub.ListTenants(request, timeout=ADMIN_TIMEOUT_S)
+
+
+def _bytes(name: str, text: str) -> int:
+    """`512MiB`, `20g` or a number of bytes."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        fail(f"{name} is {text!r}, wanted a size such as 512MiB, 20GiB or a number of bytes")
+    size = int(found[1]) << _UNITS[found[2].lower()]
+    if size >= 1 << 63:
+        fail(f"{name} is {text!r}, wanted less than 8 EiB")
+    return size

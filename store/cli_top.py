@@ -1,0 +1,87 @@
+"""`top`: what a store does now, and for whom."""
+
+from __future__ import annotations
+
+import time
+from threading import Event
+from typing import Annotated, Any
+
+import typer
+
+from tailreplay.proto import store_pb2 as pb
+from tailreplay.store import cli_tables
+from tailreplay.store.cli_io import (
+    TIMEOUT_S,
+    AdminUrl,
+    Format,
+    FormatOption,
+    Output,
+    Quiet,
+    Url,
+    ask,
+    ask_admin,
+    plain,
+    write,
+)
+
+app = typer.Typer()
+
+_BYTES = ("stored_bytes", "served_bytes", "evicted_bytes")
+
+
+@app.command()
+def top(
+    every: Annotated[float, typer.Option(help="seconds between looks", min=0.05)] = 2.0,
+    looks: Annotated[int, typer.Option(help="how many, 0 = until stopped", min=0)] = 0,
+    url: Url = "",
+    admin_url: AdminUrl = "",
+    output_format: FormatOption = Format.TERMINAL,
+    output: Output = None,
+    quiet: Quiet = False,
+) -> None:
+    """Lookups, hits and bytes a second; how full the pool is, and of whom."""
+    never = Event()
+    before, then = _stats(url), time.monotonic()
+    done = 0
+    while not looks or done < looks:
+        never.wait(every)
+        now, at = _stats(url), time.monotonic()
+        facts = _rates(before, now, at - then)
+        facts["tenants"] = _tenants(url, admin_url)
+        write(facts, cli_tables.top, output_format, output, quiet)
+        before, then, done = now, at, done + 1
+
+
+def _stats(url: str) -> pb.StatsResponse:
+    return ask(url, lambda stub: stub.Stats(pb.StatsRequest(), timeout=TIMEOUT_S))
+
+
+def _rates(before: pb.StatsResponse, now: pb.StatsResponse, seconds: float) -> dict[str, Any]:
+    def since(name: str) -> int:
+        # A store that was restarted begins at 0.
+        grown: int = getattr(now, name) - getattr(before, name)
+        return grown if grown >= 0 else int(getattr(now, name))
+
+    queried = since("queried_tokens")
+    return {
+        "seconds": round(seconds, 3),
+        "lookups_per_s": round(since("lookups") / seconds, 1),
+        "matched_share": round(since("matched_tokens") / queried, 4) if queried else None,
+        **{f"{name}_per_s": int(since(name) / seconds) for name in _BYTES},
+        "pool_bytes": now.pool_bytes,
+        "pool_used_bytes": now.pool_used_bytes,
+        "pinned_bytes": now.pinned_bytes,
+        "leases": now.leases,
+        "redis_pending_bytes": now.redis_pending_bytes,
+        "dropped_objects": since("dropped_objects"),
+        "integrity_errors": since("integrity_errors"),
+    }
+
+
+def _tenants(url: str, admin_url: str) -> list[dict[str, Any]]:
+    """The ten that fill most of the pool."""
+    request = pb.ListTenantsRequest()
+    answer = ask_admin(url, admin_url, lambda stub: stub.ListTenants(request, timeout=TIMEOUT_S))
+    most = sorted(answer.tenants, key=lambda tenant: tenant.cpu_bytes, reverse=True)[:10]
+    rows: list[dict[str, Any]] = plain(pb.ListTenantsResponse(tenants=most))["tenants"]
+    return rows

@@ -1,0 +1,280 @@
+"""Operators' commands against a real store, run inside this process."""
+
+import json
+import os
+import socket
+from contextlib import closing
+
+import pytest
+from store_objects import GEOMETRY, Client, Prefix
+from tiny_models import tiny_qwen
+from typer.testing import CliRunner
+from waiting import until
+
+from tailreplay.connector.hf_model import HybridModel
+from tailreplay.connector.payload import PayloadCodec
+from tailreplay.proto import store_pb2 as pb
+from tailreplay.store import serve_in_thread
+from tailreplay.store.cli import app
+from tailreplay.store.header import object_bytes
+from tailreplay.store.namespace import tenant_digest
+from tailreplay.store.objects import Kind
+
+KV, HIDDEN, CHECKPOINT = Kind
+MIB = 1 << 20
+IDS = list(range(1000))
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serve_in_thread(pool_bytes=16 * MIB) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server):
+    with closing(Client(server.address)) as client:
+        yield client
+
+
+@pytest.fixture
+def prefix(client):
+    """A stored prompt of a tenant of its own."""
+    space = os.urandom(32)
+    prefix = Prefix(space, IDS, tenant=tenant_digest(f"tenant-{space.hex()}"))
+    client.put(prefix)
+    return prefix
+
+
+def name_of(prefix: Prefix) -> str:
+    return f"tenant-{prefix.namespace.hex()}"
+
+
+@pytest.fixture
+def run(server):
+    """Runs a command; JSON in the answer is parsed."""
+
+    def run(*args: str, ids=None, code: int = 0):
+        words = [*args, "--url", server.address, "--format", "json"]
+        done = CliRunner().invoke(app, words, input=None if ids is None else json.dumps(ids))
+        assert done.exit_code == code, done.output
+        return json.loads(done.stdout) if done.stdout.startswith("{") else done.stderr
+
+    return run
+
+
+def shown(server, *args: str) -> str:
+    """The answer as a table."""
+    done = CliRunner().invoke(app, [*args, "--url", server.address])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_query_counts_what_is_stored_by_kind(run, prefix):
+    space = prefix.namespace.hex()
+    answer = run("query", "-", "--namespace", space, ids=[*IDS[:700], 5, 6])
+    assert (answer["prompt_tokens"], answer["matched_tokens"]) == (702, 700)
+    assert answer["kv_tokens"] == answer["hidden_tokens"] == answer["kv_tokens_in_cpu"] == 700
+    assert (answer["checkpoints"], answer["last_checkpoint"]) == (0, 0)
+    assert run("query", "-", "--namespace", space, ids=[9], code=1)["matched_tokens"] == 0
+    assert run("query", "-", "--namespace", space, ids=IDS)["last_checkpoint"] == 1000
+
+
+def test_inspect_shows_objects(run, prefix):
+    answer = run("inspect", "-", "--namespace", prefix.namespace.hex(), ids=IDS)
+    assert answer["tenant"] == prefix.tenant.hex()
+    assert len(answer["objects"]) == 4 + 16 + 1
+    first = answer["objects"][0]
+    assert (first["kind"], first["tiers"]) == ("KIND_KV", ["TIER_CPU"])
+    assert first["prefix_hash"] == prefix.chain.prefix_hash(256).hex()
+
+
+def test_a_prompt_is_pinned_listed_and_let_go(run, prefix):
+    space = prefix.namespace.hex()
+    made = run("pin", "-", "--namespace", space, "--for", "60", ids=IDS)
+    assert made["objects"] == 21
+    listed = {p["pin_id"]: p for p in run("pins")["pins"]}
+    assert listed[made["pin_id"]]["bytes"] == made["bytes"]
+    assert run("unpin", made["pin_id"])["was_there"]
+    assert not run("unpin", made["pin_id"], code=1)["was_there"]
+    assert "pin_id is 'x', wanted hex" in run("unpin", "x", code=1)
+
+
+def test_a_quota_is_set_read_listed_and_deleted(run, server, prefix):
+    tenant = name_of(prefix)
+    before = run("quota", "get", tenant)
+    assert (before["cpu_limit_bytes"], before["namespaces"]) == (None, 1)
+    block = object_bytes(GEOMETRY[KV], 256)
+    after = run("quota", "set", tenant, "--cpu", str(block), "--redis", "1KiB")
+    assert (after["cpu_limit_bytes"], after["redis_limit_bytes"]) == (block, 1024)
+    assert after["cpu_bytes"] <= block
+    assert after["evicted_bytes"] > 0
+    listed = {t["tenant"]: t for t in run("quota", "list")["tenants"]}
+    assert listed[prefix.tenant.hex()]["cpu_limit_bytes"] == block
+    assert prefix.tenant.hex() in shown(server, "quota", "list")
+    by_digest = run("quota", "get", prefix.tenant.hex(), "--digest")
+    assert by_digest["cpu_limit_bytes"] == block
+    assert run("quota", "delete", tenant)["cpu_limit_bytes"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("12", 12), ("3k", 3072), ("2MiB", 2 * MIB), ("1 gib", 1 << 30), ("1TB", 1 << 40)],
+)
+def test_sizes_have_units(run, text, size):
+    assert run("quota", "set", "nobody", "--cpu", text)["cpu_limit_bytes"] == size
+    run("quota", "delete", "nobody")
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("quota", "set", "acme"), "no limit is given, wanted --cpu or --redis"),
+        (("quota", "set", "acme", "--cpu", "-1"), "--cpu is '-1', wanted a size"),
+        (("quota", "set", "acme", "--cpu", "9000000T"), "wanted less than 8 EiB"),
+        (("quota", "get", "acme", "--digest"), "tenant is 'acme', wanted 32 hex digits"),
+        (("quota", "get", ""), "tenant is empty"),
+        (("kvcache", "clear"), "wanted one of --all, --namespace and --tenant"),
+        (("kvcache", "clear", "--all", "--tenant", "a"), "wanted one of --all"),
+        (("purge", "--namespace", "12"), "namespace is '12', wanted 64 hex digits"),
+        (("size", "--tokens", "9", "--shared", "10"), "shared is 10, wanted at most tokens, 9"),
+        (("size", "--tokens", "9", "--config", "/none.json"), "/none.json can not be read"),
+    ],
+)
+def test_what_is_wrong_is_named_with_what_was_wanted(run, args, said):
+    assert said in run(*args, code=1)
+
+
+def test_purge_and_clear_take_what_they_are_told(run, client, prefix):
+    assert run("purge", "--namespace", prefix.namespace.hex())["removed"]
+    assert client.match(prefix).matched_tokens == 0
+    client.put(prefix)
+    assert run("kvcache", "clear", "--tenant", name_of(prefix))["removed"]
+    assert client.match(prefix).matched_tokens == 0
+    client.put(prefix)
+    assert run("kvcache", "clear", "--namespace", prefix.namespace.hex())["removed"]
+    client.put(prefix)
+    run("kvcache", "clear", "--all")
+    assert client.stats().pool_used_bytes == 0
+    assert run("kvcache", "clear", "--all")["removed"] == []
+
+
+def test_erase_proves_that_nothing_is_left(run, server, client, prefix):
+    answer = run("erase", name_of(prefix))
+    assert (answer["namespaces"], answer["cpu_objects_left"], answer["redis_keys_left"]) == (
+        1,
+        0,
+        0,
+    )
+    assert client.match(prefix).matched_tokens == 0
+    assert "cpu_objects_left    0" in shown(server, "erase", name_of(prefix))
+    client.put(prefix)
+    block = object_bytes(GEOMETRY[KV], 256)
+    held = server.store.tiers.pin([(prefix.name(KV, 256), block)], urgent=True, timeout_s=5)
+    assert run("erase", name_of(prefix), code=1)["held_objects"] == 1
+    server.store.tiers.unpin(held)
+
+
+def test_a_mode_is_set_and_taken_back(run, client, prefix):
+    assert run("mode", "set", name_of(prefix), "auto")["default_mode"] == "auto"
+    assert client.match(prefix).default_mode == "auto"
+    assert run("mode", "set", name_of(prefix), "unset")["default_mode"] == ""
+
+
+def test_top_gives_rates_and_who_fills_the_pool(run, server, client, prefix):
+    client.match(prefix)
+    answer = run("top", "--looks", "1", "--every", "0.05")
+    assert answer["pool_bytes"] == client.stats().pool_bytes
+    assert prefix.tenant.hex() in {t["tenant"] for t in answer["tenants"]}
+    assert answer["lookups_per_s"] == 0
+    assert "lookups_per_s" in shown(server, "top", "--looks", "1", "--every", "0.05")
+
+
+def test_top_counts_what_happens_between_two_looks():
+    from tailreplay.store.cli_top import _rates
+
+    before = pb.StatsResponse(lookups=10, queried_tokens=100, matched_tokens=50, stored_bytes=7)
+    now = pb.StatsResponse(lookups=30, queried_tokens=300, matched_tokens=200, stored_bytes=27)
+    rates = _rates(before, now, 2.0)
+    assert (rates["lookups_per_s"], rates["matched_share"]) == (10, 0.75)
+    assert rates["stored_bytes_per_s"] == 10
+    restarted = _rates(now, before, 1.0)
+    assert (restarted["lookups_per_s"], restarted["stored_bytes_per_s"]) == (10, 7)
+
+
+def test_size_asks_a_store_what_a_token_costs(run, prefix):
+    answer = run(
+        "size", "--tokens", "5000", "--sessions", "10", "--shared", "3000",
+        "--namespace", prefix.namespace.hex(),
+    )  # fmt: skip
+    kv, hidden, state = (GEOMETRY[kind].payload_bytes(1) for kind in (KV, HIDDEN, CHECKPOINT))
+    assert answer["stored_tokens"] == 3000 + 10 * 2000
+    assert answer["checkpoints"] == 2 + 10 * 3
+    assert answer["total_bytes"] == 23_000 * (kv + hidden) + 32 * state
+    assert answer["least_for_exact_bytes"] == 23_000 * kv + 10 * state
+
+
+@pytest.mark.model
+def test_size_reads_a_models_config_as_engines_do(run, tmp_path):
+    model = tiny_qwen()
+    file = tmp_path / "config.json"
+    file.write_text(model.config.to_json_string(use_diff=False))
+    answer = run("size", "--tokens", "100", "--config", str(file), "--dtype", "float32")
+    wanted = PayloadCodec(HybridModel(model)).geometry
+    assert answer["kv_bytes_per_token"] == wanted[KV].payload_bytes(1)
+    assert answer["hidden_bytes_per_token"] == wanted[HIDDEN].payload_bytes(1)
+    assert answer["checkpoint_bytes"] == wanted[CHECKPOINT].payload_bytes(1)
+    file.write_text("{}")
+    assert "wanted a hybrid model's" in run(
+        "size", "--tokens", "100", "--config", str(file), code=1
+    )
+
+
+def states(answer: dict) -> dict[str, str]:
+    return {check["check"]: check["state"] for check in answer["checks"]}
+
+
+def test_doctor_finds_nothing_wrong_with_a_store(run):
+    found = states(run("doctor"))
+    assert (found["socket"], found["store"], found["version"]) == ("ok", "ok", "ok")
+    assert (found["redis"], found["clock"]) == ("skip", "ok")
+
+
+def test_doctor_says_what_is_wrong_and_what_to_do(tmp_path):
+    def doctor(path) -> str:
+        done = CliRunner().invoke(app, ["doctor", "--url", f"unix://{path}"])
+        assert done.exit_code == 1
+        return done.stdout
+
+    assert "No such file" in doctor(tmp_path / "none.sock")
+    assert "start a store (`serve`)" in doctor(tmp_path / "none.sock")
+    (tmp_path / "file").write_text("")
+    assert "is no socket" in doctor(tmp_path / "file")
+    with closing(socket.socket(socket.AF_UNIX)) as dead:
+        dead.bind(str(tmp_path / "dead.sock"))
+    assert "UNAVAILABLE" in doctor(tmp_path / "dead.sock")
+
+
+@pytest.mark.redis
+def test_doctor_looks_at_redis(start_redis, tmp_path):
+    redis_server = start_redis(maxmemory="100mb", maxmemory_policy="allkeys-lru")
+    listen = f"unix://{tmp_path}/store.sock"
+    with (
+        serve_in_thread(listen=listen, redis_url=redis_server.url) as server,
+        closing(Client(server.address)) as client,
+    ):
+        prefix = Prefix(os.urandom(32), IDS)
+        client.put(prefix)
+        until(lambda: not client.stats().redis_pending_bytes)
+        words = ["doctor", "--url", server.address, "--redis-url", redis_server.url]
+        done = CliRunner().invoke(app, [*words, "--format", "json"])
+        answer = json.loads(done.stdout)
+        found = states(answer)
+        assert (found["redis policy"], done.exit_code) == ("fail", 1)
+        assert (found["redis"], found["redis memory"], found["redis lives"]) == ("ok",) * 3
+        todo = next(c["todo"] for c in answer["checks"] if c["check"] == "redis policy")
+        assert "noeviction" in todo
+        redis_server.kill()
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 1
+        assert "start it, or mend its address" in done.stdout
