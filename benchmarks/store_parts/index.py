@@ -19,6 +19,8 @@ Field = dict[str, Any]
 
 PROMPT_TOKENS = 131072
 _PUT_PAUSE_S = 0.25
+_NOTHING = bytes(32)
+"""A namespace that has nothing."""
 
 
 def match_p99_ms(quick: bool) -> Field:
@@ -35,7 +37,10 @@ def match_p99_ms(quick: bool) -> Field:
         "deep": deep,
         "siblings": wide,
         "rpcs_per_lookup": 1,
-        "note": "writer: 16 MiB of Puts, evicting as much, every 0.25 s. Judged at full size only.",
+        "vain_lookups": _vain_lookups(60 if quick else 300),
+        "note": "writer: 16 MiB of Puts, evicting as much, every 0.25 s. Judged at full size only. "
+        "no_index: the same RPC in a namespace that has nothing, in turn with the others; what is "
+        "late there is the machine.",
     }
 
 
@@ -77,9 +82,9 @@ def _lookups(index: dict[str, int], calls: int) -> Field:
             built = store.ask("synthesize", prompt=1, tokens=PROMPT_TOKENS, **index)
             prompt = Prompt(1, PROMPT_TOKENS)
 
-            def look() -> tuple[float, int]:
+            def look(namespace: bytes = NAMESPACE) -> tuple[float, int]:
                 started_s = time.perf_counter()
-                answer = client.match(NAMESPACE, prompt.tokens, timeout_s=30)
+                answer = client.match(namespace, prompt.tokens, timeout_s=30)
                 return (time.perf_counter() - started_s) * 1000, answer.matched_tokens
 
             look()
@@ -87,7 +92,9 @@ def _lookups(index: dict[str, int], calls: int) -> Field:
             quiet = [look()[0] for _ in range(calls // 3)]
             cpu_ms = (cpu_s(os.getpid(), store.pid) - cpu) * 1000 / len(quiet)
             with _writer(store.facts["address"]) as puts:
-                busy = [look() for _ in range(calls)]
+                busy, no_index = zip(
+                    *((look(), look(_NOTHING)[0]) for _ in range(calls)), strict=True
+                )
             evicted = store.ask("figures")["evicted_bytes"]
             stats_s = _seconds_of_stats(client)
         finally:
@@ -98,6 +105,8 @@ def _lookups(index: dict[str, int], calls: int) -> Field:
         "p99_ms": float(np.percentile(times, 99)),
         "p50_ms": statistics.median(times),
         "max_ms": max(times),
+        "no_index_p99_ms": float(np.percentile(no_index, 99)),
+        "no_index_p50_ms": statistics.median(no_index),
         "quiet_cpu_ms": cpu_ms,
         "quiet_p50_ms": statistics.median(quiet),
         "quiet_p99_ms": float(np.percentile(quiet, 99)),
@@ -108,6 +117,41 @@ def _lookups(index: dict[str, int], calls: int) -> Field:
         "stats_rpc_s": stats_s,
         **built,
     }
+
+
+def _vain_lookups(calls: int) -> Field:
+    """Lookups of prompts that nobody stored, with and without asking a Redis of other stores."""
+    from redis_server import RedisServer
+
+    from store_parts.ours import NAMESPACE, Prompt, connected
+
+    server = RedisServer()
+    times: dict[str, list[float]] = {"asking": [], "not_asking": []}
+    with tempfile.TemporaryDirectory(prefix="tailreplay-bench-") as folder:
+        stores = {
+            name: Child(
+                "store",
+                listen=f"unix://{folder}/{name}.sock",
+                pool_bytes=32 << 20,
+                redis_url=server.url,
+                shared_index_timeout_s=timeout_s,
+            )
+            for name, timeout_s in (("asking", 0.1), ("not_asking", 0.0))
+        }
+        clients = {name: connected(store.facts["address"]) for name, store in stores.items()}
+        prompts = [Prompt(100 + number, 8192) for number in range(calls)]
+        try:
+            for prompt in prompts:
+                for name, client in clients.items():
+                    started_s = time.perf_counter()
+                    client.match(NAMESPACE, prompt.tokens, timeout_s=30)
+                    times[name].append((time.perf_counter() - started_s) * 1000)
+        finally:
+            for name, store in stores.items():
+                clients[name].close()
+                store.close()
+            server.close()
+    return {f"{name}_p50_ms": statistics.median(ms) for name, ms in times.items()}
 
 
 def _seconds_of_stats(client: StoreClient) -> float | None:
