@@ -1019,6 +1019,7 @@ class NamespaceInfo(_message.Message):
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
     HIDDEN_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
     CHECKPOINT_BYTES_FIELD_NUMBER: _builtins.int
+    CAPACITY_TOKENS_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
     blocks: _builtins.int
     tokens: _builtins.int
@@ -1026,6 +1027,10 @@ class NamespaceInfo(_message.Message):
     """Bytes a token costs, by kind, as the stored headers say."""
     hidden_bytes_per_token: _builtins.int
     checkpoint_bytes: _builtins.int
+    capacity_tokens: _builtins.int
+    """Tokens that the whole CPU tier would hold of this namespace, all kinds counted in the
+    proportion in which they are there now; 0 where no keys and values are there.
+    """
     def __init__(
         self,
         *,
@@ -1035,10 +1040,11 @@ class NamespaceInfo(_message.Message):
         kv_bytes_per_token: _builtins.int = ...,
         hidden_bytes_per_token: _builtins.int = ...,
         checkpoint_bytes: _builtins.int = ...,
+        capacity_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "checkpoint_bytes", b"checkpoint_bytes", "hidden_bytes_per_token", b"hidden_bytes_per_token", "kv_bytes_per_token", b"kv_bytes_per_token", "namespace", b"namespace", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "capacity_tokens", b"capacity_tokens", "checkpoint_bytes", b"checkpoint_bytes", "hidden_bytes_per_token", b"hidden_bytes_per_token", "kv_bytes_per_token", b"kv_bytes_per_token", "namespace", b"namespace", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
