@@ -21,6 +21,7 @@ from tailreplay.store.public_scope import merged_path, parts_of, with_public
 from tailreplay.store.quota import Quotas
 from tailreplay.store.record import Record
 from tailreplay.store.redis_listing import RedisListing
+from tailreplay.store.shm_pool import ALIGN_BYTES
 from tailreplay.store.views import Path
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from tailreplay.store.views import Block, Match, Node
 
 logger = logging.getLogger(__name__)
+
+_RESTORED = 64
+"""Manifests listed under one hold of the lock."""
 
 _BARE_BLOCKS = 1 << 14
 """Blocks without keys and values that the index takes, beside as many as it has with them."""
@@ -83,6 +87,7 @@ class Catalog:
         self._evictor = Evictor() if evictor is None else evictor
         self._kept: Counter[Record] = Counter()
         self._kv_blocks = 0
+        self._pooled: dict[bytes, tuple[int, int]] = {}
         self._claims: set[ObjectName] = set()
         self._pending: dict[ObjectName, _Pending] = {}
         self._geometry: dict[tuple[bytes, Kind], Geometry] = {}
@@ -396,27 +401,25 @@ class Catalog:
         """
         if self._manifests is None:
             return 0
-        manifests = self._manifests.load()
-        with self._lock:
-            listed = sum(self._listing.restore(block, entries) for block, entries in manifests)
-            for block, _ in reversed(manifests):
-                self._index.prune_block(block.namespace, block.prefix_hash)
+        manifests, listed = self._manifests.load(), 0
+        for at in range(0, len(manifests), _RESTORED):
+            with self._lock:
+                some = manifests[at : at + _RESTORED]
+                listed += sum(self._listing.restore(block, entries) for block, entries in some)
+        for at in range(len(manifests), 0, -_RESTORED):
+            with self._lock:
+                for block, _ in reversed(manifests[max(0, at - _RESTORED) : at]):
+                    self._index.prune_block(block.namespace, block.prefix_hash)
         return listed
 
-    def forget_expired(self) -> None:
-        """Forgets what is in Redis no more, and shapes of namespaces that have nothing left."""
-        row = 0
-        while True:
-            with self._lock:
-                forgotten, row = self._listing.forget_some(row)
-                self._counts["expired_objects"] += forgotten
-            if not row:
-                break
+    def forget_expired(self, row: int) -> int:
+        """Forgets some of what is in Redis no more; returns the row to go on from, 0 = the end."""
         with self._lock:
-            busy = {name.namespace for name in self._claims}
-            gone = {space for space, _ in self._geometry} - set(self._index.sizes()) - busy
-            for key in [key for key in self._geometry if key[0] in gone]:
-                del self._geometry[key]
+            forgotten, row = self._listing.forget_some(row)
+            self._counts["expired_objects"] += forgotten
+            if not row:
+                self._forget_shapes()
+        return row
 
     def figures(self) -> dict[str, int]:
         """Counters and sizes by name, taken at one instant."""
@@ -442,6 +445,11 @@ class Catalog:
                 space: (blocks, tokens, shapes.get(space, {}))
                 for space, (blocks, tokens) in self._index.sizes().items()
             }
+
+    def pooled(self) -> dict[bytes, tuple[int, int]]:
+        """Tokens whose keys and values are in the pool, and bytes of all kinds, by namespace."""
+        with self._lock:
+            return dict(self._pooled)
 
     # What follows is called under the lock, unless it says otherwise.
 
@@ -484,12 +492,30 @@ class Catalog:
         now: dict[TierName, bool] = {"cpu": record.in_cpu, "redis": record.in_redis}
         if record.name.kind is Kind.KV:
             self._kv_blocks += int(any(now.values())) - int(any(before.values()))
+        self._note_pooled(record, int(now["cpu"]) - int(before["cpu"]))
         for tier in before:
             step = int(now[tier]) - int(before[tier])
             self._objects[tier, record.name.kind] += step
             self._sizes[tier, record.name.kind] += step * record.size
             if step:
                 self.quotas.placed(record, tier, here=step > 0)
+
+    def _forget_shapes(self) -> None:
+        """Forgets geometries of namespaces that have nothing and get nothing."""
+        busy = {name.namespace for name in self._claims}
+        gone = {space for space, _ in self._geometry} - set(self._index.sizes()) - busy
+        for key in [key for key in self._geometry if key[0] in gone]:
+            del self._geometry[key]
+
+    def _note_pooled(self, record: Record, step: int) -> None:
+        """Keeps sums by namespace: keys and values in the pool, and all that is taken there."""
+        space, pooled = record.name.namespace, -(-record.size // ALIGN_BYTES) * ALIGN_BYTES
+        rows = record.rows if record.name.kind is Kind.KV else 0
+        tokens, taken = self._pooled.get(space, (0, 0))
+        if taken + step * pooled:
+            self._pooled[space] = (tokens + step * rows, taken + step * pooled)
+        else:
+            self._pooled.pop(space, None)
 
     def _locate(self, prompt: Prompt, kind: Kind, end_token: int) -> tuple[Record, Node]:
         """An object's record, and the block whose manifest speaks of it."""

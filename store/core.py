@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 _FLUSH_STEP_S = 0.01
 _SIGHTINGS = 1 << 17
 _FORGET_EVERY_S = 10.0
+_FORGET_PAUSE_S = 0.001
 
 
 class Store:
@@ -269,7 +270,7 @@ class Store:
             "keyed" if self.config.digest_key_file else "unkeyed: no digest_key_file"
         )
         settings["effective_shared_memory"] = self.tiers.shm_path or "off: engines get copies"
-        spaces = []
+        spaces, pooled = [], self.catalog.pooled()
         for namespace, (blocks, tokens, geometry) in self.catalog.namespaces().items():
             per_row = {kind: g.payload_bytes(1) for kind, g in geometry.items()}
             spaces.append(
@@ -280,6 +281,9 @@ class Store:
                     kv_bytes_per_token=per_row.get(Kind.KV, 0),
                     hidden_bytes_per_token=per_row.get(Kind.HIDDEN, 0),
                     checkpoint_bytes=per_row.get(Kind.CHECKPOINT, 0),
+                    capacity_tokens=_capacity(
+                        self.tiers.pool_bytes, *pooled.get(namespace, (0, 0))
+                    ),
                 )
             )
         return pb.DescribeResponse(
@@ -329,6 +333,12 @@ class Store:
             logger.info("restored %d objects from Redis", listed)
         return self.manifests is None or self.manifests.whole
 
+    def _forget_expired(self) -> None:
+        """A little at a time, so that lookups come between."""
+        row = self.catalog.forget_expired(0)
+        while row and not self._closing.wait(_FORGET_PAUSE_S):
+            row = self.catalog.forget_expired(row)
+
     def _tick(self) -> None:
         """Ends stalled streams, forgets what expired, restores once Redis can be read."""
         interval_s = min(0.5, self.leases.stall_limit_s / 2)
@@ -338,7 +348,7 @@ class Store:
             self._puts.expire()
             self.operators.tick()
             if self._clock() >= forget_at_s:
-                self.catalog.forget_expired()
+                self._forget_expired()
                 forget_at_s = self._clock() + _FORGET_EVERY_S
             if not self._restored and self.tiers.redis_status().get("healthy"):
                 self._restored = self._restore()
@@ -392,6 +402,11 @@ def _checkpoint(record: Record) -> pb.Checkpoint:
         size_bytes=record.size,
         prefix_hash=record.name.prefix_hash,
     )
+
+
+def _capacity(pool_bytes: int, tokens: int, taken_bytes: int) -> int:
+    """Tokens that a pool holds if so many take so many bytes."""
+    return pool_bytes * tokens // taken_bytes if taken_bytes else 0
 
 
 def _without_password(urls: str | None) -> str:

@@ -300,7 +300,7 @@ class TokenIndex:
         return some, end if end < len(kinds) else 0
 
     def expired(
-        self, now_s: float, first: int, count: int, *, only_redis: bool = False
+        self, now_s: float, first: int, count: int, *, most: int, only_redis: bool = False
     ) -> tuple[list[Record], int]:
         """Objects in Redis whose manifest has expired, as `some_records`.
 
@@ -308,6 +308,7 @@ class TokenIndex:
             now_s: on the store's clock.
             first: row to begin with.
             count: rows to look at.
+            most: records to return.
             only_redis: leave out those that the CPU tier has too.
         """
         end = min(first + count, len(self.objects.kinds))
@@ -315,6 +316,8 @@ class TokenIndex:
         untils = np.frombuffer(self.objects.untils, np.uint32)[first:end]
         asked, wanted = (EXISTS, IN_REDIS) if only_redis else (IN_REDIS, IN_REDIS)
         rows = np.flatnonzero((states & asked == wanted) & (untils <= now_s)) + first
+        if len(rows) > most:
+            rows, end = rows[:most], int(rows[most])
         some = [
             self.objects.record(row, self._namespace(self.objects.homes[row]))
             for row in rows.tolist()

@@ -325,10 +325,10 @@ def test_states_far_into_prompts_that_nobody_stored_are_not_listed_without_end()
 def test_shapes_of_a_namespace_go_with_its_last_object(store, space):
     prefix = Prefix(space, BASE)
     put(store, prefix)
-    store.catalog.forget_expired()
+    store.catalog.forget_expired(0)
     assert set(store.catalog.namespaces()[space][2]) == set(Kind)
     store.catalog.make_room(store.tiers.pool_bytes)
-    store.catalog.forget_expired()
+    store.catalog.forget_expired(0)
     assert space not in store.catalog.namespaces()
     other = Prefix(
         space, BASE, {KV: kv_geometry(fa_layers=1, kv_heads=1, head_dim=4, dtype=Dtype.FLOAT32)}

@@ -36,8 +36,11 @@ class Listed:
             self.listing.restore(block, entries)
 
     def forget(self) -> int:
-        forgotten, following = self.listing.forget_some(0)
-        assert not following
+        """Forgets step by step; returns how many."""
+        forgotten, row = self.listing.forget_some(0)
+        while row:
+            more, row = self.listing.forget_some(row)
+            forgotten += more
         return forgotten
 
     def matched(self, prompt: Prompt) -> int:
@@ -114,3 +117,15 @@ def test_what_the_cpu_tier_has_is_not_forgotten_for_room():
     listed.forget()
     assert len(listed.index) == 50
     assert {r.in_redis for r in listed.index.records() if r.name.kind is Kind.KV} == {True}
+
+
+def test_very_much_that_expires_at_once_is_forgotten_a_little_at_a_time(listed):
+    for number in range(20):
+        listed.restore(prompt_of(number, 50), life_s=10)
+    listed.clock.now_s += 11
+    steps, row = [], 0
+    while row or not steps:
+        forgotten, row = listed.listing.forget_some(row)
+        steps.append(forgotten)
+    assert max(steps) <= 256
+    assert (sum(steps), len(listed.index)) == (1000, 0)

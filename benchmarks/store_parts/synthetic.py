@@ -110,3 +110,4 @@ def _list(index: TokenIndex) -> None:
     """Says that the payload of everything is in Redis."""
     np.frombuffer(index.objects.states, np.uint8)[:] = IN_REDIS
     np.frombuffer(index.objects.sizes, np.int64)[:] = 8 << 20
+    np.frombuffer(index.objects.untils, np.uint32)[:] = (1 << 32) - 1
