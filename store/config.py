@@ -15,6 +15,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tailreplay.store.address import checked_address, is_local
 from tailreplay.store.redis_endpoint import RedisEndpoint
+from tailreplay.store.sealing import KEY_BYTES
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -130,6 +131,13 @@ class StoreConfig(BaseSettings):
     redis_prefix: Annotated[
         str, Field(pattern=r"^[A-Za-z0-9:._-]*$", description="in front of every Redis key")
     ] = "tailreplay:"
+    redis_seal_key_files: Annotated[
+        tuple[Path, ...],
+        Field(
+            description="files of 32 bytes: what lies in Redis is encrypted by the first, and "
+            "opened by any; default: it is not encrypted"
+        ),
+    ] = ()
     manifest_ttl_s: Annotated[
         float,
         Field(
@@ -199,6 +207,14 @@ class StoreConfig(BaseSettings):
     def digest_secret(self) -> bytes:
         """Content of `digest_key_file`; empty without one."""
         return _content(self.digest_key_file) if self.digest_key_file is not None else b""
+
+    @field_validator("redis_seal_key_files")
+    @classmethod
+    def _sealing_keys(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
+        for file in value:
+            if (size := len(_content(file))) != KEY_BYTES:
+                raise ValueError(f"{file} has {size} bytes, wanted {KEY_BYTES}")
+        return value
 
     @field_validator("redis_url")
     @classmethod

@@ -19,7 +19,6 @@ from tailreplay.store.config import INDEX_BLOCK_BYTES
 from tailreplay.store.errors import InvalidRequest, StoreUnavailable
 from tailreplay.store.lane_wire import LaneRecord, RecordKind
 from tailreplay.store.leases import Lease, Leases
-from tailreplay.store.ledger import Ledger
 from tailreplay.store.namespace import NAMESPACE_BYTES, tenant_digest
 from tailreplay.store.objects import Kind
 from tailreplay.store.operator_pins import OperatorPins
@@ -28,8 +27,12 @@ from tailreplay.store.pool import Pool, SharedMemory
 from tailreplay.store.prompt import Prompt
 from tailreplay.store.reader import Frame, Reader
 from tailreplay.store.redis_endpoint import RedisEndpoint
-from tailreplay.store.redis_settings import redis_manifests, redis_servers, redis_tier
-from tailreplay.store.shared_index import SharedIndex
+from tailreplay.store.redis_settings import (
+    redis_ledger,
+    redis_manifests,
+    redis_shared_index,
+    redis_tier,
+)
 from tailreplay.store.sightings import Sightings
 from tailreplay.store.tiers import Tiers
 from tailreplay.store.urgent_gate import UrgentGate
@@ -78,7 +81,7 @@ class Store:
         self.leases = Leases(config.stall_limit_s, clock)
         self._puts = Leases(config.put_stall_limit_s, clock)
         self.manifests = redis_manifests(config)
-        self._shared = _shared_index(config, clock)
+        self._shared = redis_shared_index(config, clock)
         self._digest_key = partial(digest_key, secret=config.digest_secret)
         self.catalog = Catalog(
             self.manifests, clock=clock, max_blocks=config.index_bytes // INDEX_BLOCK_BYTES
@@ -111,7 +114,7 @@ class Store:
             max_object_bytes=config.max_object_bytes,
             sightings=Sightings(_SIGHTINGS) if config.admit == "second" else None,
         )
-        self._ledger = _ledger(config)
+        self._ledger = redis_ledger(config)
         self.operators = Operators(
             self.catalog,
             self.tiers,
@@ -358,17 +361,6 @@ def _shared_memory(config: StoreConfig) -> SharedMemory:
     if not config.share_memory:
         return "off"
     return "require" if config.require_shared_memory else "auto"
-
-
-def _ledger(config: StoreConfig) -> Ledger | None:
-    servers = redis_servers(config, config.redis_timeout_s)
-    return None if servers is None else Ledger(servers, config.redis_prefix)
-
-
-def _shared_index(config: StoreConfig, clock: Callable[[], float]) -> SharedIndex | None:
-    timeout_s = config.shared_index_timeout_s
-    servers = redis_servers(config, timeout_s) if timeout_s else None
-    return None if servers is None else SharedIndex(servers, config.redis_prefix, timeout_s, clock)
 
 
 def _identity(listen: str) -> str:

@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import redis
 
 from tailreplay.store.errors import StoreUnavailable
-from tailreplay.store.manifest import seal
+from tailreplay.store.manifest_seal import MARKS
 from tailreplay.store.namespace import NAMESPACE_BYTES, TENANT_BYTES
 from tailreplay.store.quota import NO_LIMITS, Limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from tailreplay.store.manifest_seal import Seal
     from tailreplay.store.redis_servers import RedisServers
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,6 @@ T = TypeVar("T")
 
 _LIMITS = struct.Struct("<QQ")
 _NONE = (1 << 64) - 1
-_SEAL_BYTES = 8
 _SCAN_COUNT = 1000
 _PLACED_BY = b"a:"
 """What says which of several servers has the three hashes."""
@@ -47,12 +47,14 @@ class Ledger:
     Args:
         servers: those that have the manifests; closed with this.
         key_prefix: in front of every key.
+        seal: the form of values.
 
     All methods raise StoreUnavailable when Redis does not answer.
     """
 
-    def __init__(self, servers: RedisServers, key_prefix: str) -> None:
+    def __init__(self, servers: RedisServers, key_prefix: str, seal: Seal = MARKS) -> None:
         self._servers = servers
+        self._seal = seal
         self._redis = servers.clients[servers.owner(_PLACED_BY)]
         self._prefix = key_prefix.encode()
 
@@ -132,8 +134,8 @@ class Ledger:
         fields: dict[Any, Any] = self._run(lambda: self._redis.hgetall(key))
         found = {}
         for field, value in fields.items():
-            body, mark = value[:-_SEAL_BYTES], value[-_SEAL_BYTES:]
-            if mark == seal(key, field, body):
+            body = self._seal.unwrap(key, field, value)
+            if body is not None:
                 found[field] = body
             else:
                 logger.warning("a damaged entry of %s is left out", key.decode())
@@ -141,7 +143,7 @@ class Ledger:
 
     def _write(self, table: bytes, values: Mapping[bytes, bytes]) -> None:
         key = self._key(table)
-        sealed: dict[Any, Any] = {f: value + seal(key, f, value) for f, value in values.items()}
+        sealed: dict[Any, Any] = {f: self._seal.wrap(key, f, value) for f, value in values.items()}
         if sealed:
             self._run(lambda: self._redis.hset(key, mapping=sealed))
 

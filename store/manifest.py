@@ -31,10 +31,10 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import redis
-from blake3 import blake3
 
 from tailreplay.store.chain import DIGEST_BYTES
 from tailreplay.store.errors import StoreUnavailable
+from tailreplay.store.manifest_seal import MARKS
 from tailreplay.store.objects import (
     KV_BLOCK_TOKENS,
     MAX_TAIL_FIGURES_BYTES,
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
     from redis.client import Pipeline
 
+    from tailreplay.store.manifest_seal import Seal
     from tailreplay.store.record import Record
     from tailreplay.store.redis_servers import RedisServers
 
@@ -62,7 +63,6 @@ _BLOCK = struct.Struct("<IB32s")
 _ENTRY = struct.Struct("<QB")
 _STATE = struct.Struct("<32s8s")
 _SCAN_COUNT = 1000
-_SEAL_BYTES = 8
 _NAMES_BYTES = 64
 _PAGE_BYTES = PAGE_TOKENS * DIGEST_BYTES
 _MAX_PAGES = KV_BLOCK_TOKENS // PAGE_TOKENS
@@ -134,7 +134,7 @@ def children_key(parent_key: bytes) -> bytes:
 
 
 def parsed_manifest(
-    key: bytes, names: bytes, fields: dict[bytes, bytes]
+    key: bytes, names: bytes, fields: dict[bytes, bytes], seal: Seal = MARKS
 ) -> tuple[Block, list[Entry]] | None:
     """A manifest as Redis gives it; None when it is absent or damaged, which makes it a miss.
 
@@ -142,8 +142,10 @@ def parsed_manifest(
         key: its whole key.
         names: namespace and prefix hash of its block.
         fields: of the hash.
+        seal: the form of its values.
     """
-    return _unpack(names, _unsealed(key, fields))
+    values = {field: seal.unwrap(key, field, stored) for field, stored in fields.items()}
+    return _unpack(names, {field: v for field, v in values.items() if v is not None})
 
 
 class Manifests:
@@ -153,14 +155,18 @@ class Manifests:
         servers: where they are.
         key_prefix: in front of every key.
         ttl_s: life of a manifest; shorter than that of payloads.
+        seal: the form of values.
 
     Attributes:
         whole: whether the last `load` read every server.
         ttl_s: as given.
     """
 
-    def __init__(self, servers: RedisServers, key_prefix: str, ttl_s: float) -> None:
+    def __init__(
+        self, servers: RedisServers, key_prefix: str, ttl_s: float, seal: Seal = MARKS
+    ) -> None:
         self._servers = servers
+        self._seal = seal
         self._prefix = key_prefix.encode() + b"m:"
         self.ttl_s = ttl_s
         self._ttl_ms = int(ttl_s * 1000)
@@ -199,7 +205,8 @@ class Manifests:
     def _add(self, pipe: Pipeline, block: Block, entry: Entry) -> None:
         key = self._key(block.namespace, block.prefix_hash)
         fields = {"b": _pack_block(block), entry.field: _pack_entry(entry)}
-        pipe.hset(key, mapping={f: v + seal(key, f.encode(), v) for f, v in fields.items()})
+        wrap = self._seal.wrap
+        pipe.hset(key, mapping={f: wrap(key, f.encode(), v) for f, v in fields.items()})
         pipe.pexpire(key, self._ttl_ms)
 
     def forget(self, entries: Iterable[tuple[bytes, bytes, str]]) -> None:
@@ -269,7 +276,7 @@ class Manifests:
         for key, fields, life_ms in zip(keys, answers, answers, strict=True):
             if not isinstance(fields, dict):
                 continue
-            manifest = parsed_manifest(key, key[len(self._prefix) :], fields)
+            manifest = parsed_manifest(key, key[len(self._prefix) :], fields, self._seal)
             if manifest is not None:
                 block, entries = manifest
                 yield (
@@ -309,20 +316,6 @@ def _pack_entry(entry: Entry) -> bytes:
     if entry.state_hash:
         return packed + _STATE.pack(entry.state_hash, entry.state_digest)
     return packed + entry.tail_figures
-
-
-def seal(key: bytes, field: bytes, value: bytes) -> bytes:
-    """Mark of a value of a hash in Redis, 8 bytes: over the key, the field and the value."""
-    hasher = blake3(len(key).to_bytes(4, "little") + key)
-    return hasher.update(len(field).to_bytes(4, "little") + field + value).digest(
-        length=_SEAL_BYTES
-    )
-
-
-def _unsealed(key: bytes, fields: dict[bytes, bytes]) -> dict[bytes, bytes]:
-    """Values whose seal fits, without it."""
-    parts = {f: (v[:-_SEAL_BYTES], v[-_SEAL_BYTES:]) for f, v in fields.items()}
-    return {f: value for f, (value, mark) in parts.items() if mark == seal(key, f, value)}
 
 
 def _unpack(names: bytes, fields: dict[bytes, bytes]) -> tuple[Block, list[Entry]] | None:

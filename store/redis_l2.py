@@ -30,8 +30,10 @@ from tailreplay.store.misses import Miss
 from tailreplay.store.objects import Kind
 from tailreplay.store.placement import owner
 from tailreplay.store.redis_endpoint import RedisEndpoint, RedisLogin, RedisTls
+from tailreplay.store.redis_envelope import Envelope, Plain, Sealed
 from tailreplay.store.redis_jobs import Load, Outcome, Store
 from tailreplay.store.redis_shard import RedisShard, ShardCounters, ShardSettings
+from tailreplay.store.sealing import SealingKeys
 from tailreplay.store.urgent_gate import UrgentGate
 
 ADAPTER_TYPE = "tailreplay_redis"
@@ -69,12 +71,14 @@ class TailReplayRedisL2Config(L2AdapterConfigBase):  # type: ignore[misc]  # unt
         key_prefix: what every key starts with.
         shard: per server.
         gate: held by urgent loads, waited at by all else.
+        envelope: the form of values in Redis.
     """
 
     endpoints: tuple[RedisEndpoint, ...]
     key_prefix: str = "tailreplay:o:"
     shard: ShardSettings = field(default_factory=ShardSettings)
     gate: UrgentGate = field(default_factory=UrgentGate, repr=False)
+    envelope: Envelope = field(default_factory=Plain, repr=False)
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> TailReplayRedisL2Config:
@@ -92,11 +96,13 @@ class TailReplayRedisL2Config(L2AdapterConfigBase):  # type: ignore[misc]  # unt
         password_file = given.pop("password_file", "")
         password = Path(password_file).read_text().strip() if password_file else ""
         login = RedisLogin(given.pop("username", ""), password, tls)
+        files = given.pop("seal_key_files", ())
+        envelope = Sealed(SealingKeys.read([Path(f) for f in files])) if files else Plain()
         prefix = given.pop("key_prefix", cls.key_prefix)
         if unknown := set(given) - {f.name for f in fields(ShardSettings)}:
             raise ValueError(f"unknown fields {sorted(unknown)}")
         endpoints = tuple(RedisEndpoint.parse(url, login) for url in urls)
-        return cls(endpoints, prefix, ShardSettings(**given))
+        return cls(endpoints, prefix, ShardSettings(**given), envelope=envelope)
 
     @classmethod
     def help(cls) -> str:
@@ -104,7 +110,7 @@ class TailReplayRedisL2Config(L2AdapterConfigBase):  # type: ignore[misc]  # unt
         return (
             "url or urls (redis[s]://[user:password@]host:port[/database] or unix:///path), "
             "username and password_file (where a URL has none), ca_file, cert_file and key_file "
-            "(PEM, for rediss://), key_prefix, "
+            "(PEM, for rediss://), seal_key_files (32 bytes each; the first encrypts), key_prefix, "
             + ", ".join(f"{f.name} (default {f.default})" for f in fields(ShardSettings))
         )
 
@@ -175,7 +181,8 @@ class TailReplayRedisL2(L2AdapterInterface):  # type: ignore[misc]  # untyped ba
         self._lookups: dict[int, Bitmap] = {}
         self._loads: dict[int, Bitmap] = {}
         self._shards = [
-            RedisShard(endpoint, config.shard, config.gate) for endpoint in config.endpoints
+            RedisShard(endpoint, config.shard, config.gate, config.envelope)
+            for endpoint in config.endpoints
         ]
         self._places = [endpoint.place for endpoint in config.endpoints]
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from tailreplay.store.config import PAYLOAD_TTL_S, StoreConfig
+from tailreplay.store.ledger import Ledger
 from tailreplay.store.manifest import Manifests
+from tailreplay.store.manifest_seal import MARKS, Encrypted, Seal
 from tailreplay.store.redis_endpoint import RedisEndpoint, RedisLogin, RedisTls
+from tailreplay.store.redis_envelope import Plain, Sealed
 from tailreplay.store.redis_l2 import TailReplayRedisL2Config
 from tailreplay.store.redis_servers import RedisServers
 from tailreplay.store.redis_shard import ShardSettings
+from tailreplay.store.sealing import SealingKeys
+from tailreplay.store.shared_index import SharedIndex
 
 
 def redis_endpoints(config: StoreConfig) -> tuple[RedisEndpoint, ...]:
@@ -37,7 +43,11 @@ def redis_tier(config: StoreConfig) -> TailReplayRedisL2Config | None:
         read_timeout_s=config.redis_timeout_s,
         ttl_s=PAYLOAD_TTL_S,
     )
-    return TailReplayRedisL2Config(endpoints, f"{config.redis_prefix}o:", settings)
+    keys = _sealing_keys(config)
+    envelope = Plain() if keys is None else Sealed(keys)
+    return TailReplayRedisL2Config(
+        endpoints, f"{redis_prefix(config)}o:", settings, envelope=envelope
+    )
 
 
 def redis_servers(config: StoreConfig, timeout_s: float) -> RedisServers | None:
@@ -51,7 +61,38 @@ def redis_manifests(config: StoreConfig) -> Manifests | None:
     servers = redis_servers(config, config.redis_timeout_s)
     if servers is None:
         return None
-    return Manifests(servers, config.redis_prefix, config.manifest_ttl_s)
+    return Manifests(servers, redis_prefix(config), config.manifest_ttl_s, metadata_seal(config))
+
+
+def redis_ledger(config: StoreConfig) -> Ledger | None:
+    """Return what keeps operators' decisions; None for no Redis."""
+    servers = redis_servers(config, config.redis_timeout_s)
+    return None if servers is None else Ledger(servers, redis_prefix(config), metadata_seal(config))
+
+
+def redis_shared_index(config: StoreConfig, clock: Callable[[], float]) -> SharedIndex | None:
+    """Return what finds other stores' blocks; None for no Redis, or when nobody wants that."""
+    timeout_s = config.shared_index_timeout_s
+    servers = redis_servers(config, timeout_s) if timeout_s else None
+    if servers is None:
+        return None
+    return SharedIndex(servers, redis_prefix(config), timeout_s, clock, metadata_seal(config))
+
+
+def redis_prefix(config: StoreConfig) -> str:
+    """Return what every key starts with; what is encrypted never meets what is not."""
+    return f"{config.redis_prefix}sealed:" if config.redis_seal_key_files else config.redis_prefix
+
+
+def metadata_seal(config: StoreConfig) -> Seal:
+    """Return the form that values of manifests have."""
+    keys = _sealing_keys(config)
+    return MARKS if keys is None else Encrypted(keys)
+
+
+def _sealing_keys(config: StoreConfig) -> SealingKeys | None:
+    files = config.redis_seal_key_files
+    return SealingKeys.read(files) if files else None
 
 
 def _text(path: Path | None) -> str:

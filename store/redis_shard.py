@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 
 from tailreplay.store.redis_endpoint import RedisEndpoint
-from tailreplay.store.redis_envelope import ENVELOPE_BYTES, is_intact, seal
+from tailreplay.store.redis_envelope import Content, Envelope
 from tailreplay.store.redis_jobs import Job, JobQueue, Load, Outcome, Priority, Store
 from tailreplay.store.redis_link import LinkTimes, RedisLink
 from tailreplay.store.resp import RespConnection, RespError, Value
@@ -77,6 +77,11 @@ _COUNTED_AS = {
     Outcome.AWAY: "load_failures",
     Outcome.CANCELLED: "cancelled",
 }
+_MEANS = {
+    Content.GOOD: Outcome.LOADED,
+    Content.WRONG: Outcome.DAMAGED,
+    Content.FOREIGN: Outcome.ABSENT,
+}
 
 
 class RedisShard:
@@ -89,12 +94,20 @@ class RedisShard:
         endpoint: the server.
         settings: how to use it.
         gate: what urgent loads pass first; shared by the shards that share a link.
+        envelope: the form of values in Redis.
     """
 
-    def __init__(self, endpoint: RedisEndpoint, settings: ShardSettings, gate: UrgentGate) -> None:
+    def __init__(
+        self,
+        endpoint: RedisEndpoint,
+        settings: ShardSettings,
+        gate: UrgentGate,
+        envelope: Envelope,
+    ) -> None:
         self.endpoint = endpoint
         self._settings = settings
         self._gate = gate
+        self._envelope = envelope
         # State, under _lock.
         self._lock = threading.Lock()
         self._any_job = threading.Condition(self._lock)
@@ -215,22 +228,30 @@ class RedisShard:
         between = None if loads[0].urgent else self._give_way
         if between is not None:
             between()
-        envelopes = [memoryview(bytearray(ENVELOPE_BYTES)) for _ in loads]
-        values = [
-            Value(load.key, (envelope, load.into))
-            for load, envelope in zip(loads, envelopes, strict=True)
-        ]
+        rooms = [self._envelope.room(load.into) for load in loads]
+        values = [Value(load.key, room) for load, room in zip(loads, rooms, strict=True)]
         try:
             answers = self._link.attempt(connection, lambda c: c.get_many(values, between))
         except RespError:
             for load in loads:
                 self._end_load(load, Outcome.AWAY)
             return
-        for load, envelope, answer in zip(loads, envelopes, answers, strict=True):
-            outcome = _outcome(load, bytes(envelope), answer)
+        for load, room, answer in zip(loads, rooms, answers, strict=True):
+            outcome = self._outcome(load, room, answer)
             if outcome is Outcome.DAMAGED:
                 self._delete(connection, [load.key])
             self._end_load(load, outcome)
+
+    def _outcome(
+        self, load: Load, room: Sequence[memoryview], answer: int | RespError | None
+    ) -> Outcome:
+        if answer is None:
+            return Outcome.ABSENT
+        if isinstance(answer, RespError) and answer.code != "WRONGTYPE":
+            return Outcome.AWAY
+        if answer != sum(map(len, room)):
+            return Outcome.DAMAGED
+        return _MEANS[self._envelope.unwrap(load.key, room, load.into)]
 
     def _give_way(self) -> None:
         """Let urgent loads pass, unless there is no other worker to do them."""
@@ -246,7 +267,7 @@ class RedisShard:
 
     def _store(self, connection: RespConnection, store: Store) -> None:
         self._give_way()
-        parts = (memoryview(seal(store.key, store.payload)), store.payload)
+        parts = self._envelope.wrap(store.key, store.payload)
         ttl_ms, between = self._settings.ttl_s * 1000, self._give_way
         try:
             self._link.attempt(
@@ -282,15 +303,6 @@ class RedisShard:
         with self._lock:
             for counter, step in steps.items():
                 setattr(self._counters, counter, getattr(self._counters, counter) + step)
-
-
-def _outcome(load: Load, envelope: bytes, answer: int | RespError | None) -> Outcome:
-    if answer is None:
-        return Outcome.ABSENT
-    if isinstance(answer, RespError) and answer.code != "WRONGTYPE":
-        return Outcome.AWAY
-    whole = answer == ENVELOPE_BYTES + len(load.into)
-    return Outcome.LOADED if whole and is_intact(envelope, load.key, load.into) else Outcome.DAMAGED
 
 
 def _start(name: str, target: Callable[..., None], *args: object) -> threading.Thread:

@@ -26,6 +26,7 @@ import redis
 
 from tailreplay.store.chain import common_tokens
 from tailreplay.store.manifest import children_key, manifest_key, parsed_manifest
+from tailreplay.store.manifest_seal import MARKS
 from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind
 from tailreplay.store.redis_servers import Question
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tailreplay.store.manifest import Entry
+    from tailreplay.store.manifest_seal import Seal
     from tailreplay.store.prompt import Prompt
     from tailreplay.store.redis_servers import RedisServers
     from tailreplay.store.views import Block
@@ -86,6 +88,7 @@ class SharedIndex:
         key_prefix: in front of every key.
         timeout_s: longest that one lookup goes on.
         clock: seconds that only grow; stepped by tests.
+        seal: the form of manifests.
     """
 
     def __init__(
@@ -94,10 +97,12 @@ class SharedIndex:
         key_prefix: str,
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
+        seal: Seal = MARKS,
     ) -> None:
         self._servers = servers
         self._prefix = key_prefix
         self._timeout_s = timeout_s
+        self._seal = seal
         self._clock = clock
         # Guarded by _lock: until when Redis is left alone, until when each question is not asked
         # again, and counts.
@@ -118,7 +123,7 @@ class SharedIndex:
         question = prompt.namespace + prompt.digests_of(end - 1, end)
         if not self._may_ask(question):
             return None
-        walk = _Walk(self._servers, self._prefix, prompt, self._clock, self._timeout_s)
+        walk = _Walk(self._servers, self._prefix, prompt, self._clock, self._timeout_s, self._seal)
         try:
             answer = walk.go(at_token, shared_tokens)
         except redis.RedisError as error:
@@ -170,8 +175,10 @@ class _Walk:
         prompt: Prompt,
         clock: Callable[[], float],
         timeout_s: float,
+        seal: Seal,
     ) -> None:
         self._servers = servers
+        self._seal = seal
         self._prefix = prefix
         self._prompt = prompt
         self._clock = clock
@@ -287,7 +294,7 @@ class _Walk:
 
     def _parsed(self, name: bytes, fields: dict[bytes, bytes]) -> Found | None:
         key = manifest_key(self._prefix, self._prompt.namespace, name)
-        parsed = parsed_manifest(key, self._prompt.namespace + name, fields)
+        parsed = parsed_manifest(key, self._prompt.namespace + name, fields, self._seal)
         return Found(*parsed) if parsed is not None else None
 
     def _states(self, parent: Found | None, at: int) -> list[Entry]:

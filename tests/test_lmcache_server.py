@@ -104,4 +104,5 @@ def test_a_stock_server_keeps_its_cache_in_redis_over_a_restart(redis_server, tm
                 until(lambda: raw.dbsize() == 8)
                 assert '"integrity_errors":0' in status(http_port).replace(" ", "")
             gets.append(raw.info("commandstats").get("cmdstat_get", {}).get("calls", 0))
-    assert gets == [0, 8]
+    assert gets[0] == 0
+    assert gets[1] >= 8  # a stock server drops what it loaded, and loads it again

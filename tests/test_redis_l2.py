@@ -13,7 +13,6 @@ from waiting import until
 from tailreplay.store.misses import Miss
 from tailreplay.store.objects import Kind
 from tailreplay.store.redis_endpoint import RedisEndpoint
-from tailreplay.store.redis_envelope import ENVELOPE_BYTES, is_intact, seal
 from tailreplay.store.redis_l2 import TailReplayRedisL2, TailReplayRedisL2Config, WriteBackListener
 from tailreplay.store.resp import RespConnection
 from tailreplay.store.urgent_gate import UrgentGate
@@ -218,25 +217,6 @@ def test_two_values_exchanged_are_both_misses(driver, redis):
         redis.call(b"RENAME", *words)
     assert driver.load((key_of(1), 1000), (key_of(2), 1000)) == [False, False]
     assert driver.status("integrity_errors") == 2
-
-
-def test_an_envelope_fits_one_key_and_one_payload():
-    envelope = seal(b"key", memoryview(b"payload"))
-    assert len(envelope) == ENVELOPE_BYTES
-    assert is_intact(envelope, b"key", memoryview(b"payload"))
-    assert not is_intact(envelope, b"kez", memoryview(b"payload"))
-    assert not is_intact(envelope, b"key", memoryview(b"paylobd"))
-    assert not is_intact(envelope, b"keyp", memoryview(b"ayload"))
-    for bit in range(8 * ENVELOPE_BYTES):
-        damaged = bytearray(envelope)
-        damaged[bit // 8] ^= 1 << bit % 8
-        assert not is_intact(bytes(damaged), b"key", memoryview(b"payload"))
-
-
-def test_the_envelope_is_laid_out_as_its_page_says():
-    assert seal(b"123456789", memoryview(b"")).hex() == (
-        "54525631010000000000000000000000839206e30000000000000000010a2f02"
-    )
 
 
 def test_deleted_keys_are_gone(driver):
