@@ -272,9 +272,9 @@ class Manifests:
             pipe.hgetall(key)
             pipe.pttl(key)
         answers = iter(pipe.execute(raise_on_error=False))
-        # A key of another type answers with an error of its own, which makes it a miss.
+        # What answers with an error of its own, as a key of another type does, is a miss.
         for key, fields, life_ms in zip(keys, answers, answers, strict=True):
-            if not isinstance(fields, dict):
+            if not isinstance(fields, dict) or not isinstance(life_ms, int):
                 continue
             manifest = parsed_manifest(key, key[len(self._prefix) :], fields, self._seal)
             if manifest is not None:
