@@ -21,6 +21,7 @@ import numpy as np
 from tailreplay.connector.step import Step
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.checksum import crc32c_of
+from tailreplay.store.copying import copy_rows
 from tailreplay.store.errors import (
     IntegrityError,
     StoreUnavailable,
@@ -73,12 +74,12 @@ class LaneSocket:
     def __init__(self, sock: socket.socket, segment: mmap.mmap | None) -> None:
         self.sock = sock
         self.segment = segment
+        self._hung_up = select.poll()
+        self._hung_up.register(sock, select.POLLRDHUP)
 
     def is_closed(self) -> bool:
         """Whether the store has closed the other end, even if unread records lie before that."""
-        poll = select.poll()
-        poll.register(self.sock, select.POLLRDHUP)
-        return bool(poll.poll(0))
+        return bool(self._hung_up.poll(0))
 
     def request(self, kind: Request, message: pb.FetchRequest | pb.PutPlan, flags: int = 0) -> None:
         """Sends a request."""
@@ -333,6 +334,7 @@ class LaneStream:
             elif record.kind is RecordKind.BARRIER:
                 self._lane.sock.sendall(_SEEN)
             else:
+                self._check_pinned()
                 yield Step(record)
 
     def _receive(self, record: LaneRecord, rows: npt.NDArray[np.uint8]) -> None:
@@ -342,20 +344,21 @@ class LaneStream:
             raise IntegrityError(f"rows from {record.first_token} are damaged")
 
     def _copy(self, record: LaneRecord, rows: npt.NDArray[np.uint8]) -> None:
-        """Copies placed rows, and lets them count only if they were pinned all the while.
-
-        The store closes the lane before it gives a pin back, so a lane that is open after the
-        copying means that nothing was overwritten under it.
-        """
+        """Copies placed rows; they count once their range has ended on a lane that is open."""
         segment = self._lane.segment
         unit_bytes = record.rows * record.row_bytes
         end = record.offset + (record.units - 1) * record.stride + unit_bytes
         if segment is None or end > len(segment) or record.stride < unit_bytes:
             raise IntegrityError(f"rows from {record.first_token} lie outside the shared segment")
-        rows[...] = np.ndarray(
-            rows.shape, np.uint8, segment, record.offset, (record.stride, record.row_bytes, 1)
-        )
-        if self._lane.is_closed():
+        copy_rows(rows, segment, record.offset, record.stride)
+
+    def _check_pinned(self) -> None:
+        """Placed rows that were copied so far were pinned all the while, or this raises.
+
+        The store closes the lane before it gives a pin back, so a lane that is open after the
+        copying means that nothing was overwritten under it.
+        """
+        if self._lane.segment is not None and self._lane.is_closed():
             raise StoreUnavailable("the store took its memory back while it was read")
 
 

@@ -182,13 +182,12 @@ class Store:
         public = caller.public(request.namespace)
         request.namespace = _scoped(request.namespace, caller)
         lease = self.leases.grant(cancel)
-        window_bytes = self._reader.placed_window_bytes if placed else None
         try:
             stall_limit_ms = int(self.leases.stall_limit_s * 1000)
             granted = LaneRecord(RecordKind.LEASE, offset=stall_limit_ms)
             yield Frame(granted, (memoryview(lease.lease_id),))
             self.leases.rest(lease)
-            with closing(self._reader.frames(request, window_bytes, public)) as frames:
+            with closing(self._reader.frames(request, public, placed=placed)) as frames:
                 for frame in frames:
                     if not self.leases.renew(lease):
                         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -47,6 +47,7 @@ _MAY_COME_LATER = {
 _MAX_WINDOW_OBJECTS = 256
 _MAX_WINDOW_PIECES = 4096
 _PLACED_SHARE = 4
+_PLACED_FRAME_BYTES = 1 << 30
 
 
 class Frame(NamedTuple):
@@ -92,6 +93,14 @@ class _Piece:
     last: bool
 
 
+@dataclass(slots=True)
+class _Answer:
+    """One answer on its way: the most payload in a frame, and ranges of which no more follows."""
+
+    frame_bytes: int
+    dead: set[int] = field(default_factory=set)
+
+
 class Reader:
     """Serves Fetch streams.
 
@@ -122,23 +131,19 @@ class Reader:
         self._timeout_s = timeout_s
         self._before_rows = before_rows
 
-    @property
-    def placed_window_bytes(self) -> int:
-        """Bytes to pin at a time where rows are placed in shared memory: fewer, longer waits."""
-        return max(self._window_bytes, self._leased_bytes // _PLACED_SHARE)
-
     def frames(
         self,
         request: pb.FetchRequest,
-        window_bytes: int | None = None,
         public: bytes | None = None,
+        *,
+        placed: bool = False,
     ) -> Generator[Frame, None, None]:
         """Frames that answer a request: rows, missing rows, ends of ranges and of windows.
 
         Args:
             request: what is wanted.
-            window_bytes: bytes of objects to pin at a time, in place of the reader's.
             public: namespace of the public scope, where that is read as well.
+            placed: whether rows are placed in shared memory: fewer waits and frames are better.
 
         Raises:
             InvalidRequest: a range is empty, backwards or of no kind.
@@ -149,12 +154,15 @@ class Reader:
         else:
             path = self._catalog.path_with_public(request.namespace, public, request.leaf)
         asked: dict[ObjectName, Record] = {}
-        dead: set[int] = set()
+        window_bytes = self._window_bytes
+        answer = _Answer(_PLACED_FRAME_BYTES if placed else MAX_FRAME_BYTES)
+        if placed:
+            window_bytes = max(window_bytes, self._leased_bytes // _PLACED_SHARE)
         # Never all pieces at once: many long ranges have more than there is memory for.
         pieces = self._asked_pieces(request, path, asked, public)
         try:
-            for window in _windows(pieces, window_bytes or self._window_bytes, self._window_bytes):
-                yield from self._send_window(window, dead)
+            for window in _windows(pieces, window_bytes, self._window_bytes):
+                yield from self._send_window(window, answer)
         finally:
             self._catalog.used(_used(path, request.ranges, asked))
 
@@ -206,21 +214,21 @@ class Reader:
             )
         return _Piece(number, wanted, record, first, end, last=True)
 
-    def _send_window(self, window: Sequence[_Piece], dead: set[int]) -> Iterator[Frame]:
-        live = [p for p in window if p.number not in dead]
+    def _send_window(self, window: Sequence[_Piece], answer: _Answer) -> Iterator[Frame]:
+        live = [p for p in window if p.number not in answer.dead]
         records = {p.record.name: p.record for p in live if p.record is not None}
         with self._budget.hold(sum(r.size for r in records.values()), self._timeout_s) as granted:
             if granted:
                 with self._tiers.gate.urgent() if _is_urgent(live) else nullcontext():
-                    yield from self._send_pinned(live, list(records.values()), dead)
+                    yield from self._send_pinned(live, list(records.values()), answer)
                 return
         for piece in live:
-            if piece.number not in dead:
-                dead.add(piece.number)
+            if piece.number not in answer.dead:
+                answer.dead.add(piece.number)
                 yield _missing(piece, pb.MISS_REASON_DEADLINE)
 
     def _send_pinned(
-        self, live: Sequence[_Piece], records: Sequence[Record], dead: set[int]
+        self, live: Sequence[_Piece], records: Sequence[Record], answer: _Answer
     ) -> Iterator[Frame]:
         urgent = _is_urgent(live)
         if not urgent:
@@ -229,13 +237,13 @@ class Reader:
         headers: dict[ObjectName, Header] = {}
         try:
             for piece in live:
-                if piece.number in dead:
+                if piece.number in answer.dead:
                     continue
                 if self._before_rows is not None:
                     self._before_rows(Kind(piece.wanted.kind))
-                why = yield from self._send_piece(piece, pinned, headers, reasons)
+                why = yield from self._send_piece(piece, pinned, headers, reasons, answer)
                 if why:
-                    dead.add(piece.number)
+                    answer.dead.add(piece.number)
                     yield _missing(piece, why)
                 elif piece.last:
                     yield Frame(LaneRecord(RecordKind.RANGE_END, piece.number))
@@ -278,6 +286,7 @@ class Reader:
         pinned: dict[ObjectName, Pinned],
         headers: dict[ObjectName, Header],
         reasons: dict[ObjectName, Reason],
+        answer: _Answer,
     ) -> Generator[Frame, None, Reason]:
         """Sends one piece's rows; returns why it could not, or 0."""
         record = piece.record
@@ -297,7 +306,7 @@ class Reader:
                 self._tiers.unpin(pinned.pop(record.name))
                 reasons[record.name] = pb.MISS_REASON_INTEGRITY
                 return pb.MISS_REASON_INTEGRITY
-        for frame in _rows(piece, record, held, header):
+        for frame in _rows(piece, held, header, answer.frame_bytes):
             if piece.wanted.kind == pb.KIND_KV:
                 self._tiers.gate.wait()
             self._catalog.count("served_bytes", frame.payload_bytes)
@@ -391,8 +400,8 @@ def _header_of(data: memoryview, record: Record) -> Header:
     return header
 
 
-def _rows(piece: _Piece, record: Record, held: Pinned, header: Header) -> Iterator[Frame]:
-    """Frames with a piece's rows, unit-major, each at most MAX_FRAME_BYTES unless one unit is more.
+def _rows(piece: _Piece, held: Pinned, header: Header, frame_bytes: int) -> Iterator[Frame]:
+    """Frames with a piece's rows, unit-major, each at most `frame_bytes` unless one unit is more.
 
     Rows that were not asked for never leave the store, so a reader of a shared prefix sees nothing
     of the sibling whose block it shares.
@@ -406,9 +415,9 @@ def _rows(piece: _Piece, record: Record, held: Pinned, header: Header) -> Iterat
             f"{header.geometry.units}"
         )
     stride = header.rows * row_bytes
-    first = header.header_bytes + (piece.first - record.first_token) * row_bytes
+    first = header.header_bytes + (piece.first - header.first_token) * row_bytes
     size = (piece.end - piece.first) * row_bytes
-    step = max(1, MAX_FRAME_BYTES // size)
+    step = max(1, frame_bytes // size)
     for unit in range(first_unit, end_unit, step):
         units = min(step, end_unit - unit)
         start = first + unit * stride
@@ -423,7 +432,7 @@ def _rows(piece: _Piece, record: Record, held: Pinned, header: Header) -> Iterat
             row_bytes=row_bytes,
             offset=held.pool_offset + start,
             stride=stride,
-            prefix_hash=record.name.prefix_hash,
+            prefix_hash=held.name.prefix_hash,
         )
         ends = start + (units - 1) * stride + size
         if size == stride:

@@ -21,7 +21,9 @@ def installed(tmp_path_factory) -> Path:
     pip = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "-q"]
     source = folder / "source"
     # A copy, since a build writes into the tree that it builds.
-    left_out = shutil.ignore_patterns(".venv*", ".git", "build", "*.egg-info", "__pycache__")
+    left_out = shutil.ignore_patterns(
+        ".venv*", ".git", "build", "*.egg-info", "__pycache__", "*.so"
+    )
     shutil.copytree(ROOT, source, symlinks=True, ignore=left_out)
     subprocess.run(
         [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source)],
@@ -51,6 +53,9 @@ def test_wheel_has_types_protocol_and_text(installed):
     package = installed / "tailreplay"
     wanted = ("store/py.typed", "proto/store.proto", "connector/data/pride_and_prejudice.txt")
     assert [name for name in wanted if not (package / name).is_file()] == []
+    if shutil.which("gcc"):
+        code = "from tailreplay.store import _copy; print(_copy.__file__)"
+        assert str(installed) in run(installed, "-c", code, timeout=60).stdout
 
 
 @pytest.mark.slow

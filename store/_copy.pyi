@@ -1,0 +1,3 @@
+from typing_extensions import Buffer
+
+def copy_units(target: Buffer, source: Buffer, offset: int, stride: int, /) -> None: ...
