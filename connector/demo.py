@@ -1,9 +1,10 @@
 """The demo: two engines share one store, at a token that aligns with nothing.
 
-Replica A prefills about 4,000 tokens of a novel. Replica B's prompts share their first 3,217 and
-then differ, each in its own way so that no row feeds another. The same is shown after the store has
-been killed and started again on the same Redis, at the second visit to a junction, and with the
-store down.
+Replica A prefills 4,000 tokens of a novel with facts in it ("Harriet = 17;"). Replica B's prompts
+share their first 3,217 and then differ, each in its own way so that no row feeds another, and end
+in "Harriet is". The same is shown after the store has been killed and started again on the same
+Redis, at the second visit to a junction, and with the store down. A second model, which keeps facts
+in its recurrent states, then shows what a tail, or no states, do to the answer.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,9 @@ from tailreplay.connector.demo_processes import (
     start_store,
     wait_written,
 )
+from tailreplay.connector.demo_questions import LONG, SHORT, Context, Questions
 from tailreplay.connector.demo_table import show_checks, show_rows
 
-PROMPT_TOKENS = 4000
-SHARED_TOKENS = 3217
-SUFFIX_TOKENS = 96
 TOLERANCE = 1e-4
 """Largest relative difference of first-token logits that counts as exact, float32."""
 
@@ -43,6 +41,13 @@ _ROWS: tuple[tuple[str, dict[str, object]], ...] = (
     ("exact", {"mode": "exact"}),
     ("tail 5%", {"mode": "tail", "replay_ratio": 0.05}),
     ("tail 10%", {"mode": "tail", "replay_ratio": 0.10}),
+    ("zero", {"mode": "zero"}),
+    ("off", {"mode": "off"}),
+)
+_STATE_ROWS: tuple[tuple[str, dict[str, object]], ...] = (
+    ("exact", {"mode": "exact"}),
+    ("auto", {"mode": "auto"}),
+    ("tail 10%", {"mode": "tail", "replay_ratio": 0.10, "min_tail_tokens": 4}),
     ("zero", {"mode": "zero"}),
     ("off", {"mode": "off"}),
 )
@@ -62,9 +67,7 @@ class Demo:
         self._folder = folder
         self._stack = stack
         self._address = f"unix://{folder / 'store.sock'}"
-        text = files("tailreplay.connector").joinpath("data/pride_and_prejudice.txt").read_bytes()
-        self._book = list(text)
-        self._forks = 0
+        self._questions = Questions()
         self._client = stack.enter_context(StoreClient(self._address))
 
     def run(self) -> dict[str, Any]:
@@ -73,22 +76,24 @@ class Demo:
         redis_url, redis_is = self._redis()
         store = self._store(redis_url)
         replica_a, replica_b = self._engines()
-        self._say(f"replica A prefills {PROMPT_TOKENS} tokens")
-        first = replica_a.ask(self._book[:PROMPT_TOKENS])
+        first = self._prefill(replica_a, LONG)
         result: dict[str, Any] = {
             "redis": redis_is,
-            "prompt_tokens": SHARED_TOKENS + SUFFIX_TOKENS,
-            "shared_tokens": SHARED_TOKENS,
+            "prompt_tokens": LONG.shared + LONG.suffix,
+            "shared_tokens": LONG.shared,
+            "right_answer": Questions.right(),
             "replica_a": first["report"],
-            "fresh": self._rows(replica_b),
+            "fresh": self._rows(replica_b, LONG, _ROWS),
             "second_visit": self._visit(replica_b),
         }
+        self._prefill(replica_a, SHORT)
+        result["in_states"] = self._rows(replica_b, SHORT, _STATE_ROWS)
         if redis_url is not None:
             self._say("waiting until Redis has everything, then killing the store with SIGKILL")
             wait_written(self._client)
             store.kill()
             store = self._store(redis_url)
-            result["restarted"] = self._rows(replica_b)
+            result["restarted"] = self._rows(replica_b, LONG, _ROWS)
         store.kill()
         self._say("the store is down")
         result["store_down"] = self._visit(replica_b)
@@ -116,7 +121,7 @@ class Demo:
         return process
 
     def _engines(self) -> tuple[Engine, Engine]:
-        self._say("two engine processes load a small Qwen3.5 hybrid (random weights)")
+        self._say("two engine processes load two small Qwen3.5 hybrids, trained on two novels")
         engines = tuple(
             Engine(name, self._address, self._folder) for name in ("replica-a", "replica-b")
         )
@@ -125,24 +130,34 @@ class Demo:
             engine.wait_ready()
         return engines[0], engines[1]
 
-    def _rows(self, engine: Engine) -> list[dict[str, Any]]:
+    def _prefill(self, engine: Engine, context: Context) -> Any:  # noqa: ANN401 - JSON
+        self._say(f"replica A prefills {context.tokens} tokens ({context.model} model)")
+        return engine.ask(context.model, self._questions.context(context))
+
+    def _rows(
+        self,
+        engine: Engine,
+        context: Context,
+        ways: tuple[tuple[str, dict[str, object]], ...],
+    ) -> list[dict[str, Any]]:
         rows = []
-        for name, policy in _ROWS:
-            self._say(f"replica B, {name}: prompt shares {SHARED_TOKENS} tokens, then differs")
-            rows.append({"row": name, **engine.ask(self._fork(), compare=True, **policy)})
+        for name, policy in ways:
+            self._say(f"replica B, {name}: prompt shares {context.shared} tokens, then differs")
+            rows.append({"row": name, **self._asked(engine, context, policy)})
         return rows
 
     def _visit(self, engine: Engine) -> dict[str, Any]:
         self._say("replica B, exact, another prompt that leaves at the same token")
-        answer = engine.ask(self._fork(), compare=True, mode="exact")
-        return {"row": "exact", **answer}
+        return {"row": "exact", **self._asked(engine, LONG, {"mode": "exact"})}
 
-    def _fork(self) -> list[int]:
-        """A prompt that leaves the book after the shared tokens, with a first token of its own."""
-        self._forks += 1
-        # Bytes from 128 on are in no English text, so every fork differs at once.
-        other = self._book[20000 : 20000 + SUFFIX_TOKENS - 1]
-        return [*self._book[:SHARED_TOKENS], 127 + self._forks, *other]
+    def _asked(self, engine: Engine, context: Context, policy: dict[str, object]) -> dict[str, Any]:
+        prompt = self._questions.prompt(context)
+        found: dict[str, Any] = engine.ask(context.model, prompt, compare=True, **policy)
+        answers = {
+            "answer": self._questions.said(found["tokens"]),
+            "cold_answer": self._questions.said(found["cold_tokens"]),
+        }
+        return found | answers
 
     def _say(self, what: str) -> None:
         self._console.print(f"- {what}")
@@ -152,25 +167,33 @@ def _checks(result: dict[str, Any]) -> dict[str, bool]:
     """What has to hold; the demo's exit code says whether it does."""
     rows = {row["row"]: row for row in result["fresh"]}
     exact, again, down = rows["exact"], result["second_visit"], result["store_down"]
+    states = {row["row"]: row for row in result["in_states"]}
+    right = result["right_answer"]
     checks = {
         "matched_is_shared": all(
-            row["report"]["matched_tokens"] == SHARED_TOKENS
+            row["report"]["matched_tokens"] == LONG.shared
             for name, row in rows.items()
             if name != "off"
         ),
-        "exact_uses_all": exact["report"]["used_tokens"] == SHARED_TOKENS,
+        "exact_uses_all": exact["report"]["used_tokens"] == LONG.shared,
         "exact_is_exact": exact["largest_difference"] <= TOLERANCE,
         "two_round_trips": exact["report"]["rpcs"] == 2,
-        "second_visit_needs_nothing": again["report"]["checkpoint_token"] == SHARED_TOKENS
+        "second_visit_needs_nothing": again["report"]["checkpoint_token"] == LONG.shared
         and again["report"]["replayed_tokens"] == again["report"]["recomputed_tokens"] == 0
         and again["largest_difference"] <= TOLERANCE,
+        "answers_are_right": all(
+            row["answer"] == row["cold_answer"] == right
+            for row in (exact, again, down, states["exact"], states["auto"])
+        ),
+        "states_carry_the_answer": states["exact"]["largest_difference"] <= TOLERANCE
+        and right not in (states["tail 10%"]["answer"], states["zero"]["answer"]),
         "store_down_prefills": down["report"]["mode"] == "miss"
         and down["largest_difference"] <= TOLERANCE,
     }
     if "restarted" in result:
         restarted = {row["row"]: row for row in result["restarted"]}["exact"]
         checks["restart_keeps_hits"] = (
-            restarted["report"]["used_tokens"] == SHARED_TOKENS
+            restarted["report"]["used_tokens"] == LONG.shared
             and restarted["largest_difference"] <= TOLERANCE
             and "redis" in restarted["report"]["bytes"]
         )

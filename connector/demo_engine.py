@@ -1,18 +1,19 @@
 """One engine process of the demo: reads a request per line of JSON, answers with a line.
 
-A request is {"tokens": [...], "policy": {...}, "compare": bool}; with `compare` the same prompt is
-prefilled once more without the store, for the time and the logits of a cold run.
+A request is {"model": name, "tokens": [...], "policy": {...}, "compare": bool}; with `compare` the
+same prompt is prefilled once more without the store, for the time and the logits of a cold run.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from tailreplay.connector.demo_model import demo_model
+from tailreplay.connector.demo_model import Name, miniature
 from tailreplay.connector.hf import CachePolicy, HybridEngine
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def answer(engine: HybridEngine, request: dict[str, Any]) -> dict[str, Any]:
         cold = engine.generate(request["tokens"], _NEW_TOKENS, policy=CachePolicy(mode="off"))
         result |= {
             "cold_ttft_s": cold.report["ttft_s"],
-            "same_tokens": cold.tokens == out.tokens,
+            "cold_tokens": cold.tokens,
             "largest_difference": largest_difference(out.first_logits, cold.first_logits),
         }
     return result
@@ -46,13 +47,19 @@ def largest_difference(logits: Tensor, reference: Tensor) -> float:
 def main() -> None:
     """Serves standard input until it ends."""
     torch.set_num_threads(1)
-    with HybridEngine(demo_model(), sys.argv[1]) as engine:
+    with ExitStack() as stack:
+        engines = {
+            name: stack.enter_context(HybridEngine(miniature(name), sys.argv[1]))
+            for name in get_args(Name)
+        }
         # The first forward in a process is slow; it is no part of what is shown.
-        engine.generate([0] * 128, 2, policy=CachePolicy(mode="off"))
+        for engine in engines.values():
+            engine.generate([0] * 128, 2, policy=CachePolicy(mode="off"))
         sys.stdout.write('{"ready": true}\n')
         sys.stdout.flush()
         for line in sys.stdin:
-            sys.stdout.write(json.dumps(answer(engine, json.loads(line))) + "\n")
+            request = json.loads(line)
+            sys.stdout.write(json.dumps(answer(engines[request["model"]], request)) + "\n")
             sys.stdout.flush()
 
 

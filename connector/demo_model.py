@@ -1,60 +1,53 @@
-"""The demo's model: a small Qwen3.5 text hybrid over bytes, with random weights.
+"""The demo's models: two miniatures of the Qwen3.5 family, trained on two novels.
 
-Transformers' own start values make every linear layer forget within a token, so that any replay
-would look perfect; the decay is therefore drawn as trained models have it.
+benchmarks/mini/README.md says how, and what they can and cannot do.
 """
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack
+from importlib.resources import as_file, files
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from tailreplay.connector.hf_model import guard_triton
 
 if TYPE_CHECKING:
-    from torch import nn
+    from importlib.resources.abc import Traversable
 
-SEED = 20260829
+Name = Literal["retrieval", "state"]
+"""retrieval finds what was said by attention, state keeps it in its recurrent states."""
 
 
-def demo_model() -> Any:  # noqa: ANN401 - Transformers is untyped here
-    """The model, in eval mode on the CPU; the same weights in every process."""
+def miniature(
+    name: Name | str, dtype: torch.dtype = torch.float32, folder: Traversable | None = None
+) -> Any:  # noqa: ANN401 - Transformers is untyped here
+    """The miniature `name`, in evaluation mode on the CPU; the same weights in every process.
+
+    Args:
+        name: file name of its weights, without the ending.
+        dtype: of all weights but the decays `A_log` and `dt_bias`, which stay float32.
+        folder: where its files are; None = those that ship with the package.
+    """
     guard_triton()
     import transformers as untyped
+    from safetensors.torch import load_file
 
     transformers: Any = untyped
     transformers.utils.logging.set_verbosity_error()
-    config = transformers.Qwen3_5TextConfig(
-        vocab_size=256,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        linear_key_head_dim=64,
-        linear_value_head_dim=64,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        max_position_embeddings=8192,
-        initializer_range=256**-0.5,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(SEED)
-        model = transformers.Qwen3_5ForCausalLM(config)
-        draw_decay(model)
+    folder = folder or files("tailreplay.connector").joinpath("data")
+    with ExitStack() as stack:
+        shape, weights = (
+            stack.enter_context(as_file(folder.joinpath(f"{name}.{ending}")))
+            for ending in ("json", "safetensors")
+        )
+        config = transformers.Qwen3_5TextConfig.from_json_file(shape)
+        config._attn_implementation = "sdpa"
+        model = transformers.Qwen3_5ForCausalLM(config).to(dtype)
+        for block in model.model.layers:
+            if block.block_type == "linear_attention":
+                block.linear_attn.A_log.data = block.linear_attn.A_log.data.float()
+                block.linear_attn.dt_bias.data = block.linear_attn.dt_bias.data.float()
+        model.load_state_dict(load_file(weights))
     return model.eval()
-
-
-def draw_decay(model: nn.Module, low: float = 1e-3, high: float = 1e-1) -> None:
-    """Draws the time steps dt of every linear layer log-uniformly in [low, high]; changes `model`.
-
-    Source: the initialisation of Mamba-2 (arXiv 2405.21060); dt_bias is softplus's inverse of dt.
-    """
-    for name, parameter in model.named_parameters():
-        if name.endswith("dt_bias"):
-            span = math.log(high) - math.log(low)
-            dt = torch.exp(torch.rand_like(parameter) * span + math.log(low))
-            parameter.data.copy_(dt + torch.log(-torch.expm1(-dt)))

@@ -85,10 +85,12 @@ class Engine(Process):
         """Blocks until it has loaded its model."""
         self._read()
 
-    def ask(self, tokens: Sequence[int], *, compare: bool = False, **policy: object) -> Any:  # noqa: ANN401 - JSON
-        """Sends a request and waits for its answer."""
+    def ask(
+        self, model: str, tokens: Sequence[int], *, compare: bool = False, **policy: object
+    ) -> Any:  # noqa: ANN401 - JSON
+        """Sends a request to one of its models and waits for the answer."""
         assert self.child.stdin is not None, "an engine has pipes"
-        request = {"tokens": list(tokens), "policy": policy, "compare": compare}
+        request = {"model": model, "tokens": list(tokens), "policy": policy, "compare": compare}
         self.child.stdin.write(json.dumps(request) + "\n")
         self.child.stdin.flush()
         return self._read()

@@ -11,7 +11,7 @@ from tailreplay.store.cli_tables import human_bytes
 if TYPE_CHECKING:
     from rich.console import Console
 
-_COLUMNS = ("", "matched", "used", "replayed", "again", "cold", "TTFT", "difference")
+_COLUMNS = ("", "matched", "used", "replayed", "again", "cold", "TTFT", "off by", "answer")
 _KINDS = ("kv", "hidden", "checkpoint")
 _CHECKS = {
     "matched_is_shared": "every mode that asks the fresh store matched exactly the shared tokens",
@@ -19,6 +19,8 @@ _CHECKS = {
     "exact_is_exact": "exact gave the logits of a full prefill (1e-4 relative)",
     "two_round_trips": "a hit took two round trips",
     "second_visit_needs_nothing": "the second visit to a junction replayed and prefilled nothing",
+    "answers_are_right": "exact, auto and the restarted store answered as a full prefill, rightly",
+    "states_carry_the_answer": "the second model's answer was lost with its states, exact kept it",
     "store_down_prefills": "with the store down the request simply prefilled",
     "restart_keeps_hits": "after kill -9 and restart the hit came back, exact, out of Redis",
 }
@@ -28,20 +30,23 @@ def show_rows(console: Console, result: dict[str, Any]) -> None:
     """One table per part of the demo."""
     shared, total = result["shared_tokens"], result["prompt_tokens"]
     console.print(f"\nPrompts of {total} tokens; the first {shared} were prefilled elsewhere.")
+    console.print('They hold "Harriet = 17;" among the text, and end in "Harriet is".')
+    console.print("again = prefilled again; cold, TTFT = ms to the first token without the store")
     console.print(
-        "again = prefilled again; cold, TTFT = ms to the first token without the store and"
+        "and with it; off by = largest relative difference of its logits from a prefill.\n"
     )
-    console.print("with it; difference = largest relative one of its logits from a full prefill.\n")
     parts = [("fresh store", result["fresh"])]
     parts.append(("second visit", [result["second_visit"]]))
     if "restarted" in result:
         parts.append(("after kill -9, from Redis", result["restarted"]))
     parts.append(("store down", [result["store_down"]]))
+    title = "the same question to a model that keeps facts in its states, 237 tokens shared"
+    parts.append((title, result["in_states"]))
     for title, rows in parts:
         _print(console, title, _COLUMNS, [_cells(row) for row in rows])
     loaded = [
         [f"{row['row']}, {title}", *_loaded(row, tier)]
-        for title, rows in parts
+        for title, rows in parts[:-1]
         for row in rows
         for tier in row["report"]["bytes"]
     ]
@@ -66,7 +71,7 @@ def show_checks(console: Console, checks: dict[str, bool]) -> None:
 
 def _cells(row: dict[str, Any]) -> list[str]:
     report = row["report"]
-    why = f"{report['mode']}: {report['miss_reason']}" if report["miss_reason"] else report["mode"]
+    why = report["miss_reason"] or report["mode"]
     used_as = "" if row["row"].startswith(report["mode"]) else f" ({why})"
     names = ("matched_tokens", "used_tokens", "replayed_tokens", "recomputed_tokens")
     return [
@@ -75,6 +80,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['cold_ttft_s'] * 1000:.0f}",
         f"{report['ttft_s'] * 1000:.0f}",
         f"{row['largest_difference']:.1e}",
+        row["answer"],
     ]
 
 

@@ -166,15 +166,12 @@ def test_training_rises_a_level_once_needles_are_answered(corpus):
 
 
 @pytest.mark.model
-def test_exported_weights_load_into_transformers_with_the_speedup_folded_in(
-    corpus, tmp_path, monkeypatch
-):
+def test_exported_weights_load_into_transformers_with_the_speedup_folded_in(corpus, tmp_path):
     trainer = _trainer(corpus)
     trainer.progress["level"] = 1
     before = trainer.model.model.layers[0].linear_attn.A_log.clone()
     trainer.export(tmp_path / "small.safetensors")
-    monkeypatch.setattr(model, "HOME", tmp_path)
-    loaded = model.load("small")
+    loaded = model.load("small", folder=tmp_path)
     gate = loaded.model.layers[0].linear_attn.A_log
     torch.testing.assert_close(gate, before + np.log(2.0))
     torch.testing.assert_close(trainer.model.model.layers[0].linear_attn.A_log, before)

@@ -47,11 +47,12 @@ def run(installed: Path, *command: str, timeout: float) -> subprocess.CompletedP
     )
 
 
-def test_wheel_has_types_protocol_and_text(installed):
+def test_wheel_has_types_protocol_text_and_weights(installed):
     code = "import tailreplay.store.cli as c; print(c.__file__)"
     assert str(installed) in run(installed, "-c", code, timeout=60).stdout
     package = installed / "tailreplay"
-    wanted = ("store/py.typed", "proto/store.proto", "connector/data/pride_and_prejudice.txt")
+    data = ("pride_and_prejudice.txt", "vocab.json", "retrieval.safetensors", "state.json")
+    wanted = ("store/py.typed", "proto/store.proto", *(f"connector/data/{name}" for name in data))
     assert [name for name in wanted if not (package / name).is_file()] == []
     if shutil.which("gcc"):
         code = "from tailreplay.store import _copy; print(_copy.__file__)"
@@ -71,3 +72,6 @@ def test_demo_of_the_wheel_shows_everything_it_says(installed):
     exact = result["fresh"][0]["report"]
     assert exact["used_tokens"] == exact["matched_tokens"] == 3217
     assert "restarted" in result
+    assert exact["prompt_tokens"] == 3241
+    answers = {row["row"]: row["answer"] for row in result["in_states"]}
+    assert answers["exact"] == answers["auto"] == answers["off"] == " 17" != answers["zero"]

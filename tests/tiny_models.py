@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TypeVar
 
 import torch
+from decay import draw_decay
 
-from tailreplay.connector.demo_model import draw_decay
 from tailreplay.connector.hf_model import guard_triton
 
 guard_triton()

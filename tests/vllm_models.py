@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from decay import draw_decay
 
-from tailreplay.connector.demo_model import draw_decay
 from tailreplay.connector.hf_model import guard_triton
 
 guard_triton()

@@ -1,13 +1,18 @@
-"""The shape of a miniature, its first weights, and how a committed one is loaded."""
+"""The shape of a miniature, its first weights, and how it is saved; `load` ships with the demo."""
 
 import math
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-HOME = Path(__file__).parent
+from tailreplay.connector.demo_model import miniature as load
+
+__all__ = ["HOME", "forget_attention", "half_lives", "load", "new_model", "save", "shape"]
+
+HOME = Path(__file__).resolve().parents[2] / "connector" / "data"
+"""Where the committed miniatures lie, so that they are part of the package."""
 
 SHORTEST, LONGEST = 3.0, 3000.0
 """Half-lives in tokens between which the GDN heads are spread at the start."""
@@ -91,24 +96,6 @@ def save(model: Qwen3_5ForCausalLM, path: Path) -> None:
     }
     save_file(state, path, metadata={"format": "pt"})
     path.with_suffix(".json").write_text(model.config.to_json_string(use_diff=True))
-
-
-def load(name: str, dtype: torch.dtype = torch.float32) -> Qwen3_5ForCausalLM:
-    """The committed miniature `name` ("retrieval", "state"), in evaluation mode.
-
-    Args:
-        name: File name in this folder, without its ending.
-        dtype: Type of all weights but the decays `A_log` and `dt_bias`, which stay float32.
-    """
-    config = Qwen3_5TextConfig.from_json_file(HOME / f"{name}.json")
-    config._attn_implementation = "sdpa"
-    model = Qwen3_5ForCausalLM(config).to(dtype)
-    for block in model.model.layers:
-        if block.block_type == "linear_attention":
-            block.linear_attn.A_log.data = block.linear_attn.A_log.data.float()
-            block.linear_attn.dt_bias.data = block.linear_attn.dt_bias.data.float()
-    model.load_state_dict(load_file(HOME / f"{name}.safetensors"))
-    return model.eval()
 
 
 def _std(name: str, weight: torch.Tensor) -> float:
