@@ -35,6 +35,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+
+def speak_through_vllm() -> None:
+    """Has tailreplay's log lines come out where vLLM's do, unless somebody has set them up."""
+    ours, theirs = logging.getLogger("tailreplay"), logging.getLogger("vllm")
+    if not ours.handlers and not logging.getLogger().handlers and theirs.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = False
+
+
 __all__ = ["TailReplayConnector"]
 
 
@@ -50,6 +60,7 @@ class TailReplayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._slot_mapping: Mapping[str, Tensor] | None = None
+        speak_through_vllm()
         if not is_tested(vllm.__version__):
             logger.warning("vLLM %s is untested: nothing is cached", vllm.__version__)
             return

@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 PREFIX = "vllm:tailreplay_"
 
+STORE_UP = "store_up"
+"""The one value that is no count: 1 if the last lookup was answered, else 0."""
+
 PLAIN = {
+    "lookups": "Prompts that the store was asked about.",
     "queried_tokens": "Tokens asked for beyond vLLM's own hits; equals its external queries.",
     "loaded_tokens": "Tokens loaded, or tried to; equals vLLM's external hits.",
     "matched_tokens": "Tokens of prompts that the store had; equals used plus lost.",
@@ -28,6 +32,7 @@ PLAIN = {
 
 BY_REASON = {
     "lost_tokens": "Tokens that matched and could not be used, by reason.",
+    "failed_lookups": "Lookups without an answer, by reason: those prompts are prefilled.",
     "failed_loads": "Loads that ended in a prefill, by reason; at most `loads`.",
 }
 """Help texts of the counters by reason."""
@@ -41,8 +46,10 @@ class TailReplayStats(KVConnectorStats):  # type: ignore[misc] # vLLM is untyped
         self.data: dict[str, int] = {}
 
     def aggregate(self, other: TailReplayStats) -> TailReplayStats:
-        """Both together, as vLLM wants it."""
-        return TailReplayStats(dict(Counter(self.data) + Counter(other.data)))
+        """Both together, as vLLM wants it; `other` is the later one."""
+        total = dict(Counter(self.data) + Counter(other.data))
+        up = other.data.get(STORE_UP, self.data.get(STORE_UP))
+        return TailReplayStats(total if up is None else total | {STORE_UP: up})
 
     def reduce(self) -> dict[str, int | float]:
         """What vLLM logs."""
@@ -68,13 +75,20 @@ class TailReplayMetrics(KVConnectorPromMetrics):  # type: ignore[misc] # vLLM is
         self._plain = {n: counter(PREFIX + n, text, labelnames) for n, text in PLAIN.items()}
         labels = [*labelnames, "reason"]
         self._by_reason = {n: counter(PREFIX + n, text, labels) for n, text in BY_REASON.items()}
+        self._up = metric_types[prometheus_client.Gauge](
+            PREFIX + STORE_UP,
+            "1 if the last lookup was answered by the store; 0: every prompt is prefilled.",
+            labelnames,
+        )
 
     def observe(self, transfer_stats_data: Mapping[str, int], engine_idx: int = 0) -> None:
         """Adds one step's counts."""
         engine = self.per_engine_labelvalues[engine_idx]
         for key, count in transfer_stats_data.items():
             name, _, reason = key.partition(":")
-            if reason:
+            if name == STORE_UP:
+                self._up.labels(*engine).set(count)
+            elif reason:
                 self._by_reason[name].labels(*engine, reason).inc(count)
             else:
                 self._plain[name].labels(*engine).inc(count)

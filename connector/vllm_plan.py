@@ -45,6 +45,7 @@ class Tracked:
         state: 'waiting' until its blocks exist, 'loading' until every rank has the bytes,
             'filling' until it is reported, 'running'.
         failed: why no load is tried any more; None = nothing has failed.
+        lookup_counted: whether the lookup is in the metrics.
         begun: whether its rows are being kept.
         last_state: token of the last state that was kept.
     """
@@ -62,6 +63,7 @@ class Tracked:
     tainted: bool = False
     state: str = "waiting"
     failed: str | None = None
+    lookup_counted: bool = False
     begun: bool = False
     last_state: int = 0
 

@@ -83,7 +83,7 @@ class SchedulerSide:
             credentials=self._settings.credentials,
         )
         self._threads = ThreadPoolExecutor(_MATCH_THREADS, thread_name_prefix="tailreplay-match")
-        self._threads.submit(self._client.connect, self._settings.match_timeout_s)
+        self._threads.submit(self._greet)
         # Requests by id, what the next step is to be told, and ranks that have answered by id.
         self._tracked: dict[str, Tracked] = {}
         self._next = StepOps()
@@ -91,6 +91,14 @@ class SchedulerSide:
         self._broken: dict[str, int] = {}
         self._counts: Counter[str] = Counter()
         self._locals: LocalStates | None = None
+
+    def _greet(self) -> None:
+        """Connects, so that the first lookup need not; runs on a thread."""
+        if not self._client.connect(self._settings.match_timeout_s):
+            logger.warning(
+                "the store at %s does not answer yet: prompts are prefilled until it does",
+                self._settings.store,
+            )
 
     def on_new_request(self, request: Any) -> None:
         """Asks the store, so that the answer is there when the request is first scheduled."""
@@ -214,6 +222,7 @@ class SchedulerSide:
         if not tracked.queried_tokens:
             return
         queried, tracked.queried_tokens = tracked.queried_tokens, 0
+        self._count_lookup(tracked)
         if extra:
             self._counts["loads"] += 1
         if tracked.request.num_preemptions:
@@ -225,6 +234,17 @@ class SchedulerSide:
             self._counts["used_tokens"] += tracked.plan.used_tokens
             for reason, tokens in tracked.plan.lost.items():
                 self._counts[f"lost_tokens:{reason}"] += tokens
+
+    def _count_lookup(self, tracked: Tracked) -> None:
+        if tracked.policy.mode == "off" or tracked.lookup_counted:
+            return
+        tracked.lookup_counted = True
+        late = tracked.failed == "deadline" or not tracked.asked.done()
+        failed = "deadline" if late else tracked.asked.result().reason
+        self._counts["lookups"] += 1
+        self._counts["store_up"] = int(failed is None)
+        if failed is not None:
+            self._counts[f"failed_lookups:{failed}"] += 1
 
     def _add_up(self, news: WorkerNews) -> None:
         for into, counts in ((self._fetched, news.fetched), (self._broken, news.failed)):

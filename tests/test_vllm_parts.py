@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
-import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from vllm_fakes import config, dims, request, rows
 
 from tailreplay.connector.client import StoreClient
 from tailreplay.connector.load import Load
@@ -20,46 +17,14 @@ from tailreplay.connector.plan import FetchPlan, StoredCheckpoint
 from tailreplay.connector.vllm_config import check_supported, is_tested, settings_of
 from tailreplay.connector.vllm_keep import Keeper
 from tailreplay.connector.vllm_load import RankLoad
-from tailreplay.connector.vllm_local import LocalStates
 from tailreplay.connector.vllm_lora import Adapters
 from tailreplay.connector.vllm_meta import KeepBegin, KeepOp, LoadOp, StepOps, WorkerNews
-from tailreplay.connector.vllm_model import ModelDims, Shard, state_blocks
+from tailreplay.connector.vllm_model import Shard, state_blocks
 from tailreplay.connector.vllm_names import Namespaces, media_element, prompt_tokens
-from tailreplay.connector.vllm_scheduler import SchedulerSide
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
 from tailreplay.store.chain import PrefixChain
-from tailreplay.store.objects import Kind
 from tailreplay.store.tokens import extended_tokens
-
-
-def config(**changes: Any) -> Any:
-    """A supported engine, with changes by dotted name."""
-    found = SimpleNamespace(
-        parallel_config=SimpleNamespace(
-            pipeline_parallel_size=1,
-            data_parallel_size=1,
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
-            enable_expert_parallel=False,
-            use_sequence_parallel_moe=False,
-        ),
-        kv_transfer_config=SimpleNamespace(
-            kv_connector="TailReplayConnector",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config={},
-        ),
-        cache_config=SimpleNamespace(enable_prefix_caching=True),
-        speculative_config=None,
-    )
-    for name, value in changes.items():
-        *path, last = name.split("__")
-        target = found
-        for part in path:
-            target = getattr(target, part)
-        setattr(target, last, value)
-    return found
 
 
 @pytest.mark.parametrize(
@@ -112,11 +77,6 @@ def test_only_tested_releases_are_served():
     assert is_tested("0.32.1.dev3+cpu")
     assert not is_tested("0.33.0")
     assert not is_tested("0.3.2")
-
-
-def request(**fields: Any) -> Any:
-    base = {"cache_salt": None, "lora_request": None, "mm_features": (), "prompt_token_ids": [1]}
-    return SimpleNamespace(**(base | fields))
 
 
 def names_for(weights: str = "w") -> Namespaces:
@@ -200,24 +160,6 @@ def test_a_state_lies_in_one_block_or_in_the_block_of_its_last_token():
     assert state_blocks(block_ids, 256, (0, 256, -1)) == (7, 3, -1)
 
 
-def dims(ranks: int = 1) -> ModelDims:
-    return ModelDims(
-        fa_layers=(3, 7),
-        linear_layers=(0, 1, 2, 4, 5, 6),
-        hidden_sources=(3,),
-        kv_heads=2 // ranks,
-        kv_head_dim=4,
-        key_heads=2 // ranks,
-        value_heads=4 // ranks,
-        key_dim=4,
-        value_dim=4,
-        conv_width=3,
-        hidden_size=8,
-        dtype=torch.bfloat16,
-        device=torch.device("cpu"),
-    )
-
-
 def load_op(plan: FetchPlan, local_tokens: int = 0) -> LoadOp:
     tokens = extended_tokens(list(range(1000)))
     return LoadOp("r", bytes(32), b"leaf", tokens, plan, local_tokens, ((1,),), None, None, None)
@@ -246,12 +188,6 @@ def test_a_tail_asks_for_hiddens_first():
     plan = FetchPlan("tail", False, 900, 900, 900, None, 800)
     load = RankLoad(load_op(plan), dims(), dims(), first_kv_head=0, rank=0)
     assert [r.kind for r in load.ranges] == [pb.KIND_HIDDEN, pb.KIND_KV, pb.KIND_KV]
-
-
-def rows(first: int, end: int) -> torch.Tensor:
-    """Rows that say their position, `[2 layers, K and V, T, 2 heads, 4]`."""
-    at = torch.arange(first, end, dtype=torch.float32)
-    return at.view(1, 1, -1, 1, 1).expand(2, 2, -1, 2, 4).to(torch.bfloat16)
 
 
 def begin_of(tokens: Any, stored: int = 0) -> KeepBegin:
@@ -309,159 +245,6 @@ def test_a_rank_s_state_units_are_those_of_its_key_heads():
     assert np.isclose(whole.geometry[3].row_bytes, part.geometry[3].row_bytes)
 
 
-def scheduler_side(
-    address: str,
-    clock: Any = time.monotonic,
-    ranks: int = 1,
-    match_timeout_s: float = 5.0,
-    **settings: Any,
-) -> SchedulerSide:
-    """The scheduler's side of an engine without prefix caching."""
-    kinds = ["linear_attention"] * 3 + ["full_attention"]
-    model = SimpleNamespace(
-        hf_config=SimpleNamespace(to_dict=lambda: {"layer_types": kinds}),
-        hf_text_config=SimpleNamespace(layer_types=kinds),
-        get_total_num_kv_heads=lambda: 2,
-        dtype=torch.bfloat16,
-        quantization=None,
-        model="m",
-    )
-    engine = config(
-        kv_transfer_config__kv_connector_extra_config={
-            "store": address,
-            "weights_id": "w",
-            "match_timeout_s": match_timeout_s,
-            **settings,
-        },
-        cache_config__enable_prefix_caching=False,
-        model_config=model,
-    )
-    engine.parallel_config.world_size = ranks
-    specs = [
-        SimpleNamespace(mamba_cache_mode="none", block_size=4096),
-        SimpleNamespace(block_size=256),
-    ]
-    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
-    return SchedulerSide(engine, SimpleNamespace(kv_cache_groups=groups), clock)
-
-
-def incoming(ids: list[int]) -> Any:
-    return request(
-        request_id="r",
-        prompt_token_ids=ids,
-        num_tokens=len(ids),
-        num_preemptions=0,
-        num_computed_tokens=0,
-        num_in_flight_tokens=0,
-        kv_transfer_params=None,
-    )
-
-
-def empty_step() -> Any:
-    return SimpleNamespace(
-        scheduled_new_reqs=[],
-        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
-        num_scheduled_tokens={},
-        total_num_scheduled_tokens=0,
-        kv_connector_block_state=None,
-    )
-
-
-def answered(side: SchedulerSide, asked: Any) -> tuple[int | None, bool]:
-    """What the scheduler is told once the lookup is over."""
-    side.on_new_request(asked)
-    while (found := side.matched(asked, 0)) == (None, False):
-        assert side.step(empty_step()).idle
-    return found
-
-
-STORED = list(range(1000))
-
-
-def leave(address: str, namespace: bytes, kv: int, state: int) -> None:
-    """Stores of STORED the rows up to `kv` and the state at `state`."""
-    tokens = extended_tokens(STORED)
-    codec = PayloadCodec(dims())
-    geometry = codec.geometry[Kind.CHECKPOINT]
-    units = torch.zeros(1, geometry.units, geometry.row_bytes, dtype=torch.uint8)
-    with StoreClient(address) as client:
-        keeper = Keeper(client, codec, 5.0)
-        keeper.begin("rows", KeepBegin(namespace, tokens, 0, (), ()))
-        keeper.add_rows("rows", 0, rows(0, kv), None)
-        keeper.put("rows", tokens[:kv])
-        keeper.begin("state", KeepBegin(namespace, tokens, 0, (), ()))
-        keeper.add_state("state", state, units)
-        keeper.put("state")
-        keeper.close()
-
-
-@pytest.mark.parametrize(("kv", "state", "used"), [(768, 512, 768), (512, 768, 512)])
-def test_case_25_no_token_is_used_whose_keys_and_values_are_not_there(
-    kv: int, state: int, used: int
-):
-    with serve_in_thread() as server:
-        side = scheduler_side(server.address)
-        asked = incoming(STORED)
-        leave(server.address, side._namespaces.of(asked), kv, state)
-        assert answered(side, asked) == (used, True)
-        plan = side._tracked["r"].plan
-        assert plan is not None
-        assert plan.checkpoint_token <= used
-        side.close()
-
-
-class Block:
-    """vLLM's block, as far as it is looked at."""
-
-    def __init__(self, number: int, name: str | None) -> None:
-        self.block_id, self.block_hash, self.is_null = number, name, name is None
-
-
-class Manager:
-    """vLLM's cache manager with one FA and one linear group of blocks of 4 tokens."""
-
-    def __init__(self, *states: Block) -> None:
-        self.groups = ([Block(9, "kv")] * len(states), list(states))
-        self.pinned: list[Block] = []
-        self.block_pool = SimpleNamespace(touch=self.pinned.extend, free_blocks=self._free)
-
-    def get_computed_blocks(self, request: Any) -> Any:
-        return SimpleNamespace(blocks=self.groups), 4 * len(self.groups[1]), 0
-
-    def _free(self, blocks: list[Block]) -> None:
-        for block in blocks:
-            self.pinned.remove(block)
-
-
-def test_a_state_of_vllms_own_is_pinned_while_a_load_begins_with_it():
-    manager = Manager(Block(0, None), Block(7, "state"))
-    states = LocalStates(manager, (-1, 4))
-    found = states.find(None, 8)
-    assert found is not None
-    assert found.block_ids == (-1, 7)
-    assert states.hold("r", found)
-    assert [b.block_id for b in manager.pinned] == [7]
-    states.release("r")
-    states.release("r")
-    assert manager.pinned == []
-
-
-def test_a_state_that_vllm_has_given_away_is_not_pinned():
-    manager = Manager(Block(7, "state"))
-    states = LocalStates(manager, (-1, 4))
-    found = states.find(None, 4)
-    assert found is not None
-    manager.groups[1][0].block_hash = "another"
-    assert not states.hold("r", found)
-    assert manager.pinned == []
-    assert len(states) == 0
-
-
-def test_no_state_is_found_where_vllms_hit_ends_elsewhere_or_its_block_is_nobodys():
-    assert LocalStates(Manager(Block(7, "state")), (-1, 4)).find(None, 8) is None
-    assert LocalStates(Manager(Block(0, None)), (-1, 4)).find(None, 4) is None
-
-
 def test_a_gap_uses_its_requests_adapter_and_leaves_the_steps_own():
     told: list[Any] = []
     manager = SimpleNamespace(set_active_adapters=lambda *said: told.append(said))
@@ -473,124 +256,3 @@ def test_a_gap_uses_its_requests_adapter_and_leaves_the_steps_own():
     assert [said[0] for said in told] == [{"a"}, set(), {"a"}]
     assert told[1][1] == (0, 0)
     assert told[2][1] == "mapping of the step"
-
-
-@pytest.fixture
-def loading() -> Iterator[tuple[SchedulerSide, Any]]:
-    """A scheduler's side of two ranks, and a request of which 600 tokens are being loaded."""
-    ids = list(range(700))
-    with serve_in_thread() as server:
-        side = scheduler_side(server.address, ranks=2)
-        asked = incoming(ids)
-        namespace = side._namespaces.of(asked)
-        with StoreClient(server.address) as client:
-            keeper = Keeper(client, PayloadCodec(dims()), 5.0)
-            keeper.begin("other", KeepBegin(namespace, extended_tokens(ids[:600]), 0, (), ()))
-            keeper.add_rows("other", 0, rows(0, 600), None)
-            keeper.put("other")
-            keeper.close()
-        assert answered(side, asked) == (600, True)
-        side.allocated(asked, ([7], [1, 2, 3]), 600)
-        assert [op.request_id for op in side.step(empty_step()).loads] == ["r"]
-        yield side, asked
-        side.close()
-
-
-def test_all_ranks_fill_the_cache_in_the_step_after_the_last_has_its_bytes(loading: Any):
-    side, _ = loading
-    side.heard(WorkerNews({"r": 1}), set(), set())
-    assert side.step(empty_step()).ready == []
-    side.heard(WorkerNews({"r": 1}), set(), set())
-    assert side.step(empty_step()).ready == ["r"]
-
-
-def test_a_load_that_fails_on_one_rank_is_dropped_on_all_and_not_tried_again(loading: Any):
-    side, asked = loading
-    side.heard(WorkerNews({"r": 1}, {"r": 1}, {"r": "evicted"}), set(), set())
-    step = side.step(empty_step())
-    assert (step.ready, step.dropped) == ([], {"r": True})
-    side.heard(None, {"r"}, {"r"})
-    assert side.matched(asked, 0) == (0, False)
-
-
-@pytest.mark.parametrize("ranks_done", [0, 1, 2])
-def test_case_49_an_aborted_load_is_dropped_once_however_far_it_is(loading: Any, ranks_done: int):
-    side, asked = loading
-    side.heard(WorkerNews({"r": ranks_done}), set(), set())
-    if ranks_done == 2:
-        assert side.step(empty_step()).ready == ["r"]
-    side.finished(asked, ())
-    assert side.step(empty_step()).dropped == {"r": False}
-    side.heard(WorkerNews({"r": 2 - ranks_done}), {"r"}, set())
-    step = side.step(empty_step())
-    assert (step.ready, step.dropped) == ([], {})
-    assert_nothing_is_left(side)
-
-
-def assert_nothing_is_left(side: SchedulerSide) -> None:
-    assert not side._tracked
-    assert not side._fetched
-    assert not side._broken
-
-
-@pytest.mark.parametrize("answers", [0, 1])
-def test_case_49_a_request_aborted_before_its_load_leaves_nothing(tmp_path: Any, answers: int):
-    side = scheduler_side(f"unix://{tmp_path}/nobody.sock")
-    asked = incoming([1, 2, 3])
-    side.on_new_request(asked)
-    if answers:
-        side._tracked["r"].asked.result()
-        assert side.matched(asked, 0) == (0, False)
-    side.finished(asked, ())
-    assert side.step(empty_step()) == StepOps(idle=True)
-    assert_nothing_is_left(side)
-    side.close()
-
-
-def test_case_49_a_load_that_has_been_reported_is_not_dropped_by_a_later_abort(loading: Any):
-    side, asked = loading
-    side.heard(WorkerNews({"r": 2}), set(), set())
-    side.step(empty_step())
-    side.heard(None, {"r"}, set())
-    side.finished(asked, ())
-    assert side.step(empty_step()).dropped == {}
-    assert_nothing_is_left(side)
-
-
-def test_a_lookup_is_waited_for_no_longer_than_its_deadline(tmp_path: Any):
-    now = 0.0
-    address = f"unix://{tmp_path}/nobody.sock"
-    side = scheduler_side(address, clock=lambda: now, match_timeout_s=0.5)
-    asked = incoming([1, 2, 3])
-    assert side.matched(asked, 0) == (None, False)
-    now = 0.6
-    assert side.matched(asked, 0) == (0, False)
-    side.close()
-
-
-@pytest.mark.parametrize("state", ["there", "absent", "frozen"])
-def test_case_71_a_question_in_the_scheduler_s_step_takes_less_than_a_millisecond(
-    tmp_path: Any, state: str
-):
-    """LMCache#891, #914: lookups of 2.6 to 655 ms inside the step. Ours does no I/O in it."""
-    with contextlib.ExitStack() as stack:
-        address = f"unix://{tmp_path}/store.sock"
-        if state == "there":
-            address = stack.enter_context(serve_in_thread()).address
-        elif state == "frozen":
-            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-            listener.bind(address.removeprefix("unix://"))
-            listener.listen()
-        side = scheduler_side(address, match_timeout_s=0.3)
-        stack.callback(side.close)
-        asked = incoming(list(range(131072)))
-        side.on_new_request(asked)
-        took_s = []
-        answer: tuple[int | None, bool] = (None, False)
-        while answer == (None, False):
-            started_s = time.thread_time()  # the step's own; the machine has others' work to do
-            answer = side.matched(asked, 0)
-            took_s.append(time.thread_time() - started_s)
-            side.step(empty_step())
-        assert answer == (0, False)
-        assert max(took_s) < 0.001

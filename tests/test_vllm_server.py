@@ -12,10 +12,12 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from redis_server import RedisServer
 from vllm_engine import environment, transfer_config
 from vllm_models import qwen35
 
@@ -71,7 +73,8 @@ class Server(Process):
             "--no-enable-prefix-caching",
             "--disable-uvicorn-access-log",
         ]
-        super().__init__(command, folder / f"server-{self.port}.log", environment(folder))
+        env = environment(folder) | {"VLLM_LOGGING_LEVEL": "INFO"}
+        super().__init__(command, folder / f"server-{self.port}.log", env)
 
     def wait(self) -> None:
         end_s = time.monotonic() + 180
@@ -123,21 +126,36 @@ def address(folder: Path) -> str:
     return f"unix://{folder}/store.sock"
 
 
-@pytest.fixture(scope="module")
-def start_store(folder: Path, address: str) -> Iterator[Callable[[], Process]]:
-    stores: list[Process] = []
+class Store:
+    """The store of both servers: at most one process, at one address."""
 
-    def start() -> Process:
-        flags = ["--listen", address, "--pool-bytes", str(64 << 20)]
+    def __init__(self, address: str, folder: Path) -> None:
+        self.address, self._folder = address, folder
+        self._runs: list[Process] = []
+
+    def start(self, redis_url: str | None = None) -> None:
+        """Starts it, in place of the one that runs, and waits until it answers."""
+        self.kill()
+        flags = ["--listen", self.address, "--pool-bytes", str(64 << 20)]
+        if redis_url is not None:
+            flags += ["--redis-url", redis_url]
         command = [str(Path(sys.executable).parent / "tailreplay-store"), "serve", *flags]
-        stores.append(Process(command, folder / f"store{len(stores)}.log", dict(os.environ)))
-        with StoreClient(address) as client:
-            assert client.connect(60), stores[-1].log.read_text()
-        return stores[-1]
+        log = self._folder / f"store{len(self._runs)}.log"
+        self._runs.append(Process(command, log, dict(os.environ)))
+        with StoreClient(self.address) as client:
+            assert client.connect(60), log.read_text()
 
-    yield start
-    for store in stores:
-        store.kill()
+    def kill(self) -> None:
+        """Ends it as a crash would."""
+        for run in self._runs:
+            run.kill()
+
+
+@pytest.fixture(scope="module")
+def store(folder: Path, address: str) -> Iterator[Store]:
+    found = Store(address, folder)
+    yield found
+    found.kill()
 
 
 @pytest.fixture(scope="module")
@@ -177,15 +195,29 @@ def store_prompt(server: Server, prompt: list[int], store: str) -> None:
             time.sleep(0.3)
 
 
+def test_case_65_without_a_store_servers_start_serve_and_say_so(servers: list[Server]):
+    server = servers[0]
+    before = server.metric("vllm:tailreplay_failed_lookups_total")
+    answer = server.complete(tokens(300, seed=11))
+    assert server.complete(tokens(300, seed=11)) == answer
+    assert answer[1] == 0
+    assert server.get("/health") == ""
+    assert server.metric("vllm:tailreplay_failed_lookups_total") == before + 2
+    assert server.metric("vllm:tailreplay_store_up") == 0
+    log = server.log.read_text()
+    assert "approximate numbers stay out of vLLM's own cache" in log
+    assert "does not answer yet: prompts are prefilled until it does" in log
+
+
 def test_the_second_server_reuses_what_the_first_computed_and_survives_the_store(
-    servers: list[Server], start_store: Callable[[], Process], address: str
+    servers: list[Server], store: Store, address: str
 ):
     one, two = servers
     prompt = tokens(1500, seed=1)
     wanted, cached = one.complete(prompt)
     assert cached == 0
 
-    store = start_store()
+    store.start()
     store_prompt(one, prompt, address)
     for m in (1234, 777):
         before = two.metric("vllm:external_prefix_cache_hits_total")
@@ -198,9 +230,63 @@ def test_the_second_server_reuses_what_the_first_computed_and_survives_the_store
         assert server.complete(prompt) == (wanted, 0)
         assert server.alive()
 
-    start_store()
+    store.start()
     store_prompt(one, prompt, address)
     found, seed, end_s = 0, 5, time.monotonic() + 30
     while not found and time.monotonic() < end_s:
         found, seed = two.complete(prompt[:1000] + tokens(50, seed=seed))[1], seed + 1
     assert found == 1000
+    assert two.metric("vllm:tailreplay_store_up") == 1
+
+
+def until_hit(server: Server, prompt: list[int], limit_s: float = 60) -> tuple[list[int], int]:
+    """Asks until the prompt hits; the connector's breaker may be open at first."""
+    end_s = time.monotonic() + limit_s
+    while time.monotonic() < end_s:
+        if (found := server.complete(prompt))[1]:
+            return found
+        time.sleep(0.3)
+    raise AssertionError(f"no hit in {limit_s} s")
+
+
+def test_redis_may_die_under_load_and_come_back(servers: list[Server], store: Store, address: str):
+    one, two = servers
+    prompt = tokens(1500, seed=21)
+    branches = [prompt[:m] + tokens(60, seed=m) for m in (300, 511, 777, 1024, 1300)]
+    store.kill()
+    cold = [two.complete(branch) for branch in branches]
+    redis = RedisServer(persistent=True)
+    try:
+        store.start(redis.url)
+        until_hit(one, prompt)
+        assert until_hit(two, branches[0])[1] == 300
+        # From the third time on each begins at its own state, so answers can be compared.
+        for _ in range(3):
+            hits = [two.complete(branch) for branch in branches]
+        assert [cached for _, cached in hits] == [len(branch) - 1 for branch in branches]
+        with StoreClient(address) as client:
+            while client.stats().redis_pending_bytes:
+                time.sleep(0.1)
+
+        with ThreadPoolExecutor(2) as pool:
+            under_way = [pool.submit(two.complete, branch) for branch in branches * 2]
+            under_way[0].result()
+            redis.kill()
+            assert [each.result() for each in under_way] == hits * 2
+        fresh = tokens(900, seed=22)
+        answer, cached = one.complete(fresh)
+        assert cached == 0
+        assert until_hit(two, fresh)[1] == 899
+
+        # With the store gone, too, and then with one that starts without its Redis.
+        store.kill()
+        assert [two.complete(branch) for branch in branches] == cold
+        store.start(redis.url)
+        assert one.complete(fresh) == (answer, 0)
+
+        redis.start()
+        store.start(redis.url)
+        assert until_hit(two, branches[2]) == hits[2]
+        assert all(server.alive() for server in servers)
+    finally:
+        redis.close()

@@ -1,0 +1,234 @@
+"""The scheduler's side of the vLLM connector, without an engine."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+from vllm_fakes import (
+    STORED,
+    Block,
+    Manager,
+    answered,
+    dims,
+    empty_step,
+    engine_config,
+    incoming,
+    leave,
+    rows,
+    scheduler_side,
+)
+
+from tailreplay.connector.client import StoreClient
+from tailreplay.connector.payload import PayloadCodec
+from tailreplay.connector.vllm_config import check_supported
+from tailreplay.connector.vllm_keep import Keeper
+from tailreplay.connector.vllm_local import LocalStates
+from tailreplay.connector.vllm_meta import KeepBegin, StepOps, WorkerNews
+from tailreplay.connector.vllm_scheduler import SchedulerSide
+from tailreplay.store import serve_in_thread
+from tailreplay.store.tokens import extended_tokens
+
+
+@pytest.mark.parametrize(("kv", "state", "used"), [(768, 512, 768), (512, 768, 512)])
+def test_case_25_no_token_is_used_whose_keys_and_values_are_not_there(
+    kv: int, state: int, used: int
+):
+    with serve_in_thread() as server:
+        side = scheduler_side(server.address)
+        asked = incoming(STORED)
+        leave(server.address, side._namespaces.of(asked), kv, state)
+        assert answered(side, asked) == (used, True)
+        plan = side._tracked["r"].plan
+        assert plan is not None
+        assert plan.checkpoint_token <= used
+        side.close()
+
+
+def test_a_state_of_vllms_own_is_pinned_while_a_load_begins_with_it():
+    manager = Manager(Block(0, None), Block(7, "state"))
+    states = LocalStates(manager, (-1, 4))
+    found = states.find(None, 8)
+    assert found is not None
+    assert found.block_ids == (-1, 7)
+    assert states.hold("r", found)
+    assert [b.block_id for b in manager.pinned] == [7]
+    states.release("r")
+    states.release("r")
+    assert manager.pinned == []
+
+
+def test_a_state_that_vllm_has_given_away_is_not_pinned():
+    manager = Manager(Block(7, "state"))
+    states = LocalStates(manager, (-1, 4))
+    found = states.find(None, 4)
+    assert found is not None
+    manager.groups[1][0].block_hash = "another"
+    assert not states.hold("r", found)
+    assert manager.pinned == []
+    assert len(states) == 0
+
+
+def test_no_state_is_found_where_vllms_hit_ends_elsewhere_or_its_block_is_nobodys():
+    assert LocalStates(Manager(Block(7, "state")), (-1, 4)).find(None, 8) is None
+    assert LocalStates(Manager(Block(0, None)), (-1, 4)).find(None, 4) is None
+
+
+SETTINGS = {
+    "caching": (False, True),
+    "block_tokens": (256, 1600),
+    "mode": ("exact", "tail", "auto", "zero"),
+    "strict": (True, False),
+    "store_hiddens": (None, True, False),
+}
+
+
+@pytest.mark.slow
+def test_case_12_no_combination_of_settings_lowers_what_is_used():
+    refused = 0
+    with serve_in_thread() as server:
+        asked = incoming([*STORED[:777], *range(5000, 5050)])
+        side = scheduler_side(server.address)
+        leave(server.address, side._namespaces.of(asked), 1000, 512, hiddens=True)
+        side.close()
+        for values in product(*SETTINGS.values()):
+            chosen = dict(zip(SETTINGS, values, strict=True))
+            engine = {k: v for k, v in chosen.items() if k != "block_tokens"}
+            try:
+                check_supported(engine_config(server.address, **engine))
+            except ValueError:
+                refused += 1
+                assert chosen["caching"]
+                assert chosen["strict"]
+                assert chosen["mode"] != "exact"
+                continue
+            side = scheduler_side(server.address, **chosen)
+            assert answered(side, asked) == (777, True), chosen
+            side.close()
+    assert refused == 2 * 3 * 3
+
+
+@pytest.fixture
+def loading() -> Iterator[tuple[SchedulerSide, Any]]:
+    """A scheduler's side of two ranks, and a request of which 600 tokens are being loaded."""
+    ids = list(range(700))
+    with serve_in_thread() as server:
+        side = scheduler_side(server.address, ranks=2)
+        asked = incoming(ids)
+        namespace = side._namespaces.of(asked)
+        with StoreClient(server.address) as client:
+            keeper = Keeper(client, PayloadCodec(dims()), 5.0)
+            keeper.begin("other", KeepBegin(namespace, extended_tokens(ids[:600]), 0, (), ()))
+            keeper.add_rows("other", 0, rows(0, 600), None)
+            keeper.put("other")
+            keeper.close()
+        assert answered(side, asked) == (600, True)
+        side.allocated(asked, ([7], [1, 2, 3]), 600)
+        assert [op.request_id for op in side.step(empty_step()).loads] == ["r"]
+        yield side, asked
+        side.close()
+
+
+def test_all_ranks_fill_the_cache_in_the_step_after_the_last_has_its_bytes(loading: Any):
+    side, _ = loading
+    side.heard(WorkerNews({"r": 1}), set(), set())
+    assert side.step(empty_step()).ready == []
+    side.heard(WorkerNews({"r": 1}), set(), set())
+    assert side.step(empty_step()).ready == ["r"]
+
+
+def test_a_load_that_fails_on_one_rank_is_dropped_on_all_and_not_tried_again(loading: Any):
+    side, asked = loading
+    side.heard(WorkerNews({"r": 1}, {"r": 1}, {"r": "evicted"}), set(), set())
+    step = side.step(empty_step())
+    assert (step.ready, step.dropped) == ([], {"r": True})
+    side.heard(None, {"r"}, {"r"})
+    assert side.matched(asked, 0) == (0, False)
+
+
+@pytest.mark.parametrize("ranks_done", [0, 1, 2])
+def test_case_49_an_aborted_load_is_dropped_once_however_far_it_is(loading: Any, ranks_done: int):
+    side, asked = loading
+    side.heard(WorkerNews({"r": ranks_done}), set(), set())
+    if ranks_done == 2:
+        assert side.step(empty_step()).ready == ["r"]
+    side.finished(asked, ())
+    assert side.step(empty_step()).dropped == {"r": False}
+    side.heard(WorkerNews({"r": 2 - ranks_done}), {"r"}, set())
+    step = side.step(empty_step())
+    assert (step.ready, step.dropped) == ([], {})
+    assert_nothing_is_left(side)
+
+
+def assert_nothing_is_left(side: SchedulerSide) -> None:
+    assert not side._tracked
+    assert not side._fetched
+    assert not side._broken
+
+
+@pytest.mark.parametrize("answers", [0, 1])
+def test_case_49_a_request_aborted_before_its_load_leaves_nothing(tmp_path: Any, answers: int):
+    side = scheduler_side(f"unix://{tmp_path}/nobody.sock", match_timeout_s=0.2)
+    asked = incoming([1, 2, 3])
+    side.on_new_request(asked)
+    if answers:
+        side._tracked["r"].asked.result()
+        assert side.matched(asked, 0) == (0, False)
+    side.finished(asked, ())
+    assert side.step(empty_step()) == StepOps(idle=True)
+    assert_nothing_is_left(side)
+    side.close()
+
+
+def test_case_49_a_load_that_has_been_reported_is_not_dropped_by_a_later_abort(loading: Any):
+    side, asked = loading
+    side.heard(WorkerNews({"r": 2}), set(), set())
+    side.step(empty_step())
+    side.heard(None, {"r"}, set())
+    side.finished(asked, ())
+    assert side.step(empty_step()).dropped == {}
+    assert_nothing_is_left(side)
+
+
+def test_a_lookup_is_waited_for_no_longer_than_its_deadline(tmp_path: Any):
+    now = 0.0
+    address = f"unix://{tmp_path}/nobody.sock"
+    side = scheduler_side(address, clock=lambda: now, match_timeout_s=0.5)
+    asked = incoming([1, 2, 3])
+    assert side.matched(asked, 0) == (None, False)
+    now = 0.6
+    assert side.matched(asked, 0) == (0, False)
+    side.close()
+
+
+@pytest.mark.parametrize("state", ["there", "absent", "frozen"])
+def test_case_71_a_question_in_the_scheduler_s_step_takes_less_than_a_millisecond(
+    tmp_path: Any, state: str
+):
+    """LMCache#891, #914: lookups of 2.6 to 655 ms inside the step. Ours does no I/O in it."""
+    with contextlib.ExitStack() as stack:
+        address = f"unix://{tmp_path}/store.sock"
+        if state == "there":
+            address = stack.enter_context(serve_in_thread()).address
+        elif state == "frozen":
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind(address.removeprefix("unix://"))
+            listener.listen()
+        side = scheduler_side(address, match_timeout_s=0.3)
+        stack.callback(side.close)
+        asked = incoming(list(range(131072)))
+        side.on_new_request(asked)
+        took_s = []
+        answer: tuple[int | None, bool] = (None, False)
+        while answer == (None, False):
+            started_s = time.thread_time()  # the step's own; the machine has others' work to do
+            answer = side.matched(asked, 0)
+            took_s.append(time.thread_time() - started_s)
+            side.step(empty_step())
+        assert answer == (0, False)
+        assert max(took_s) < 0.001
