@@ -117,19 +117,19 @@ def _beyond_local(plan: FetchPlan, local_tokens: int) -> FetchPlan:
 
 
 def _before_media(plan: FetchPlan, request: Any) -> FetchPlan:
-    """A plan that runs no token behind a medium: its positions and inputs are the engine's matter.
+    """A plan that runs no token of a medium or behind one: their inputs and positions are vLLM's.
 
-    The boundary moves back to where the stored state is.
+    The boundary moves back to the first medium, or to the stored state where that is behind it.
     """
     media = min((f.mm_position.offset for f in request.mm_features or ()), default=None)
     computed = plan.recomputed_tokens or plan.replayed_tokens
     if media is None or plan.used_tokens <= media or not computed:
         return plan
-    if plan.replay_first is not None or not plan.prefill_from:
-        lost = plan.used_tokens
-        return FetchPlan("miss", True, plan.matched_tokens, lost={**plan.lost, "media": lost})
-    lost = plan.recomputed_tokens
-    return replace(plan, used_tokens=plan.prefill_from, lost={**plan.lost, "media": lost})
+    boundary = 0 if plan.replay_first is not None else max(plan.prefill_from, media)
+    lost = {**plan.lost, "media": plan.used_tokens - boundary}
+    if not boundary:
+        return FetchPlan("miss", True, plan.matched_tokens, lost=lost)
+    return replace(plan, used_tokens=boundary, lost=lost)
 
 
 def report(tracked: Tracked) -> dict[str, Any]:

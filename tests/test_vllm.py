@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 from vllm_engine import Engine
-from vllm_models import ADAPTER_RANK, lora_adapter, olmo_hybrid, qwen3_next, qwen35
+from vllm_media import IMAGE_TOKEN, IMAGE_TOKENS, VISION_END, VISION_START
+from vllm_models import (
+    ADAPTER_RANK,
+    lora_adapter,
+    olmo_hybrid,
+    qwen3_next,
+    qwen35,
+    qwen35_with_vision,
+)
 
 from tailreplay.store import serve_in_thread
 from tailreplay.store.objects import Kind
@@ -225,6 +233,35 @@ def test_case_50_an_abort_while_loading_leaves_no_block_and_no_lease(
     assert eager.free_blocks() == free
     gate.open()
     assert eager.generate(prompts=[branch(prompt, 900)])[0]["cached"] == 900
+    assert eager.free_blocks() == free
+    assert store.store.stats().leases == 0
+
+
+@pytest.mark.parametrize(
+    "state", ["asked", "answered", "loading", "fetched", "filling", "decoding"]
+)
+def test_case_49_an_abort_in_any_state_leaves_nothing(
+    eager: Any, gate: Gate, store: Any, state: str
+):
+    prompt = tokens(1400, seed=len(state))
+    eager.generate(prompts=[prompt], cache_salt=state)
+    # Leaves a state to load; the gap behind it is longer than one step may close.
+    eager.generate(prompts=[branch(prompt, 100, turn=2)], cache_salt=state)
+    free = eager.free_blocks()
+    if state in ("loading", "fetched"):
+        gate.close()
+    name = eager.begin(
+        prompt=branch(prompt, 1234),
+        state="loading" if state == "fetched" else state,
+        cache_salt=state,
+    )
+    if state == "fetched":
+        gate.open()
+        assert eager.bytes_are_here()
+    eager.abort(names=[name])
+    gate.open()
+    assert eager.generate(prompts=[branch(prompt, 900)], cache_salt=state)[0]["cached"] == 900
+    assert eager.left_over() == 0
     assert eager.free_blocks() == free
     assert store.store.stats().leases == 0
 
@@ -478,6 +515,39 @@ def test_a_gap_is_run_with_the_requests_own_adapter(lora: Any):
         assert (found["cached"], found["report"]["recomputed_tokens"]) == (333, 333)
         assert found["state_error"] == 0
         assert found["tokens_equal"]
+
+
+def test_case_41_an_image_is_part_of_the_prefix_and_its_own(
+    start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+):
+    sees = start(
+        model=qwen35_with_vision(tmp_path_factory.mktemp("vision")),
+        images=True,
+        skip_tokenizer_init=False,
+        limit_mm_per_prompt={"image": 1, "video": 0},
+        skip_mm_profiling=True,
+        mm_processor_cache_gb=0,
+    )
+    image = [VISION_START, *[IMAGE_TOKEN] * IMAGE_TOKENS, VISION_END]
+    text = [t % 400 for t in tokens(130, seed=42)]
+    prompt = text[:100] + image + text[100:]
+    first = sees.generate(prompts=[prompt], tokens=70, image=1)[0]
+
+    # The same tokens with another image: what lies before it is shared, and no more.
+    plain = sees.generate(prompts=[prompt], image=2, mode="off")
+    other = sees.generate(prompts=[prompt], image=2)
+    assert other[0]["cached"] == 101
+    noise = worst([sees.cut(prompt=prompt, cuts=[33], image=2)], plain)
+    assert worst(other, plain) <= 2 * noise
+    assert worst([first], plain) > 4 * noise
+
+    # A chat goes on behind its image, from the state at the answer's end.
+    turn = prompt + first["tokens"] + text[:30]
+    plain = sees.generate(prompts=[turn], image=1, mode="off")
+    found = sees.generate(prompts=[turn], image=1)
+    assert found[0]["cached"] == len(prompt) + 69
+    assert worst(found, plain) <= 2 * noise
+    assert sees.generate(prompts=[turn], image=3)[0]["cached"] == 101
 
 
 def test_olmo_hybrid_is_exact_between_blocks(

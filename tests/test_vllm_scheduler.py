@@ -6,7 +6,9 @@ import contextlib
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,16 +22,20 @@ from vllm_fakes import (
     engine_config,
     incoming,
     leave,
+    request,
     rows,
     scheduler_side,
 )
 
 from tailreplay.connector.client import StoreClient
 from tailreplay.connector.payload import PayloadCodec
+from tailreplay.connector.plan import ModelShape, StoredCheckpoint, StoredPrefix
+from tailreplay.connector.policy import CachePolicy
 from tailreplay.connector.vllm_config import check_supported
 from tailreplay.connector.vllm_keep import Keeper
 from tailreplay.connector.vllm_local import LocalStates
 from tailreplay.connector.vllm_meta import KeepBegin, StepOps, WorkerNews
+from tailreplay.connector.vllm_plan import Asked, Tracked, hit_plan
 from tailreplay.connector.vllm_scheduler import SchedulerSide
 from tailreplay.store import serve_in_thread
 from tailreplay.store.tokens import extended_tokens
@@ -111,6 +117,23 @@ def test_case_12_no_combination_of_settings_lowers_what_is_used():
             assert answered(side, asked) == (777, True), chosen
             side.close()
     assert refused == 2 * 3 * 3
+
+
+@pytest.mark.parametrize(
+    ("state", "media", "used"),
+    [(0, 900, 700), (0, 200, 200), (100, 200, 200), (300, 200, 300), (700, 200, 700), (0, 0, 0)],
+)
+def test_no_gap_is_closed_over_a_medium_or_behind_one(state: int, media: int, used: int):
+    checkpoints = (StoredCheckpoint(state, b"state"),) if state else ()
+    stored = StoredPrefix(700, kv_tokens=700, checkpoints=checkpoints)
+    asked: Future[Asked] = Future()
+    asked.set_result(Asked(bytes(32), stored))
+    place = SimpleNamespace(mm_position=SimpleNamespace(offset=media))
+    seen = request(mm_features=[place])
+    tokens = extended_tokens(STORED)
+    plan = hit_plan(Tracked(seen, tokens, CachePolicy(), asked, 0, 0.0), ModelShape(2, 2, 0))
+    assert plan.used_tokens == used
+    assert plan.lost == ({"media": 700 - used} if used < 700 else {})
 
 
 @pytest.fixture

