@@ -1,0 +1,1 @@
+"""What benchmarks/vllm.py is made of."""
