@@ -84,6 +84,7 @@ class TokenIndex:
             if child == NONE:
                 break
             path.append(child)
+            self._adopt(child, prompt, matched, shared)
             matched += shared
             if shared < KV_BLOCK_TOKENS:
                 break
@@ -384,6 +385,11 @@ class TokenIndex:
             root = self.blocks.add(NONE, number, 0, 0, root_hash, 0)
             space = self._spaces[namespace] = self._numbered[number] = _Space(namespace, root, {})
         return space
+
+    def _adopt(self, row: int, prompt: Prompt, first: int, shared: int) -> None:
+        """Knows a foreign block by its tokens, if a prompt has them all."""
+        if self.blocks.foreign[row] and self.blocks.lengths[row] == shared:
+            self.blocks.adopt(row, prompt.codes(first, first + shared))
 
     def _known(self, space: _Space, prompt: Prompt, end: int) -> int:
         """The block of a prompt that ends at a token; known by its tokens from here on."""

@@ -28,7 +28,7 @@ import struct
 import threading
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import redis
 
@@ -63,6 +63,10 @@ _BLOCK = struct.Struct("<IB32s")
 _ENTRY = struct.Struct("<QB")
 _STATE = struct.Struct("<32s8s")
 _SCAN_COUNT = 1000
+_TIDY_EVERY = 16
+_TIDIED = 32
+NAME_BYTES = 32
+"""Bytes of a prefix hash, with which a child's member ends."""
 _NAMES_BYTES = 64
 _PAGE_BYTES = PAGE_TOKENS * DIGEST_BYTES
 _MAX_PAGES = KV_BLOCK_TOKENS // PAGE_TOKENS
@@ -171,9 +175,10 @@ class Manifests:
         self.ttl_s = ttl_s
         self._ttl_ms = int(ttl_s * 1000)
         self.whole = False
-        # Guarded by _lock: the servers whose last call failed.
+        # Guarded by _lock: the servers whose last call failed, and children added so far.
         self._lock = threading.Lock()
         self._failing: set[int] = set()
+        self._added = 0
 
     def commit(self, entries: Iterable[tuple[Block, Entry]]) -> list[bool]:
         """Makes payloads that are in Redis findable.
@@ -182,7 +187,7 @@ class Manifests:
             For each entry whether it is.
         """
         pipes: dict[int, Pipeline] = {}
-        owners = []
+        owners, parents = [], []
         for block, entry in entries:
             owners.append(self._servers.owner(block.prefix_hash))
             self._add(self._pipe(pipes, owners[-1]), block, entry)
@@ -192,10 +197,46 @@ class Manifests:
                 siblings = children_key(self._key(block.namespace, block.parent_hash))
                 pipe.zadd(siblings, {block.digests + block.prefix_hash: 0})
                 pipe.pexpire(siblings, self._ttl_ms)
+                parents.append((block.namespace, block.parent_hash))
         taken = {
             server: self._run(server, pipe.execute) is not None for server, pipe in pipes.items()
         }
+        self._tidy_now_and_then(parents)
         return [taken[server] for server in owners]
+
+    def _tidy_now_and_then(self, parents: Sequence[tuple[bytes, bytes]]) -> None:
+        """Looks through some children of one parent, once for every so many that were added.
+
+        So stale members never are much more than half of a set, however long it lives.
+        """
+        with self._lock:
+            before, self._added = self._added, self._added + len(parents)
+            due = self._added // _TIDY_EVERY > before // _TIDY_EVERY
+        if due:
+            self.tidy(*parents[-1])
+
+    def tidy(self, namespace: bytes, parent_hash: bytes) -> int:
+        """Takes out stale members among some children of a block; returns how many."""
+        server = self._servers.owner(parent_hash)
+        key = children_key(self._key(namespace, parent_hash))
+        client = self._servers.clients[server]
+        found: Any = self._run(server, lambda: client.zrandmember(key, _TIDIED))
+        members: list[bytes] = found or []
+        there = self._have_manifests(namespace, [member[-NAME_BYTES:] for member in members])
+        stale = [m for m, is_there in zip(members, there, strict=True) if not is_there]
+        if stale:
+            self._run(server, lambda: client.zrem(key, *stale))
+        return len(stale)
+
+    def _have_manifests(self, namespace: bytes, names: Sequence[bytes]) -> list[bool]:
+        """For each block whether it has one, or may have one that can not be read now."""
+        pipes: dict[int, Pipeline] = {}
+        owners = [self._servers.owner(name) for name in names]
+        for owner, name in zip(owners, names, strict=True):
+            self._pipe(pipes, owner).exists(self._key(namespace, name))
+        answers = {server: self._run(server, pipe.execute) for server, pipe in pipes.items()}
+        each = {server: iter(found) for server, found in answers.items() if found is not None}
+        return [owner not in each or bool(next(each[owner])) for owner in owners]
 
     def _pipe(self, pipes: dict[int, Pipeline], server: int) -> Pipeline:
         if server not in pipes:

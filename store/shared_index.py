@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import redis
 
 from tailreplay.store.chain import common_tokens
-from tailreplay.store.manifest import children_key, manifest_key, parsed_manifest
+from tailreplay.store.manifest import NAME_BYTES, children_key, manifest_key, parsed_manifest
 from tailreplay.store.manifest_seal import MARKS
 from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind
 from tailreplay.store.redis_servers import Question
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NAME_BYTES = 32
 _NEIGHBOURS = 2
 _ROUNDS = 3
 """Times that neighbours are asked for again after stale ones were taken out."""
@@ -262,7 +261,7 @@ class _Walk:
     def _better(self, at: int, shared: int, members: Sequence[bytes]) -> list[bytes]:
         """Members that share more than that with the prompt, most first."""
         wanted = self._wanted(at)
-        common = {m: common_tokens(m[:-_NAME_BYTES], wanted) for m in members}
+        common = {m: common_tokens(m[:-NAME_BYTES], wanted) for m in members}
         return sorted((m for m in members if common[m] > shared), key=common.__getitem__)[::-1]
 
     def _first_good(self, at: int, members: Sequence[bytes]) -> tuple[Found | None, list[bytes]]:
@@ -276,16 +275,16 @@ class _Walk:
         return None, stale
 
     def _manifests(self, members: Sequence[bytes]) -> list[Any]:
-        return self._servers.ask([self._manifest_of(member[-_NAME_BYTES:]) for member in members])
+        return self._servers.ask([self._manifest_of(member[-NAME_BYTES:]) for member in members])
 
     def _child(self, at: int, member: bytes, fields: dict[bytes, bytes]) -> Found | None:
         """A member's block, if its manifest agrees with it."""
-        found = self._parsed(member[-_NAME_BYTES:], fields)
+        found = self._parsed(member[-NAME_BYTES:], fields)
         if found is None or not found.has_kv:
             return None
         block = found.block
         parent = self._prompt.chain.prefix_hash(at)
-        wanted = (parent, at, member[:-_NAME_BYTES])
+        wanted = (parent, at, member[:-NAME_BYTES])
         return found if (block.parent_hash, block.first_token, block.digests) == wanted else None
 
     def _found(self, end: int, fields: dict[bytes, bytes]) -> Found | None:

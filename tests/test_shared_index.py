@@ -282,3 +282,44 @@ def test_a_key_file_that_is_short_or_absent_is_refused(tmp_path):
     for name, reason in (("short", "at least 16 bytes"), ("absent", "can not be read")):
         with pytest.raises(ValidationError, match=reason):
             StoreConfig(digest_key_file=tmp_path / name)
+
+
+def test_stale_members_of_a_long_lived_set_are_taken_out_as_others_are_added(a, raw, space):
+    """Nobody may ever look next to them: a set lives as long as something is added to it."""
+    prefixes = [Prefix(space, [number]) for number in range(200)]
+    children = children_key(key(prefixes[0], 0))
+    for number, prefix in enumerate(prefixes):
+        put(a, prefix, KV)
+        if number < 40:
+            raw.delete(key(prefix, 1))  # as if it had expired
+    members = {p.digests + p.name(KV, 1).prefix_hash for p in prefixes[:40]}
+    stale = members & set(raw.zrange(children, 0, -1))
+    assert len(stale) < 30
+    assert raw.zcard(children) == 160 + len(stale)
+
+
+def test_lookups_scan_nothing(a, b, raw, space):
+    prefix = Prefix(space, BASE)
+    put(a, prefix, KV)
+    raw.config_resetstat()
+    assert b.match(Prefix(space, branch(BASE, 777))).matched_tokens == 777
+    used = {name.removeprefix("cmdstat_") for name in raw.info("commandstats")}
+    assert not used & {"scan", "keys", "zscan", "hscan", "zrange", "smembers"}
+
+
+def test_a_block_read_of_in_redis_is_kept_by_its_tokens_once_a_prompt_has_them_all(
+    stores, a, b, space
+):
+    _, (store, _) = stores
+    put(a, Prefix(space, BASE), KV)
+    b.match(Prefix(space, branch(BASE, 999)))
+    blocks = store.catalog._index.blocks
+
+    def foreign() -> int:
+        rows = zip(blocks.keys, blocks.foreign, strict=True)
+        return sum(1 for key, by_digests in rows if key and by_digests)
+
+    before = foreign()
+    assert b.match(Prefix(space, [*BASE, 5])).matched_tokens == 1000
+    assert foreign() == before - 1
+    assert b.match(Prefix(space, branch(BASE, 990))).matched_tokens == 990
