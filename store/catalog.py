@@ -23,6 +23,7 @@ from tailreplay.store.record import Record
 from tailreplay.store.redis_listing import RedisListing
 from tailreplay.store.shm_pool import ALIGN_BYTES
 from tailreplay.store.views import Path
+from tailreplay.store.worth import by_worth
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -60,7 +61,6 @@ class Catalog:
 
     Args:
         manifests: where commits are written; None without Redis.
-        evictor: decides what leaves the CPU tier.
         clock: seconds that only grow.
         max_blocks: above so many blocks in the index, what only Redis has is forgotten early.
 
@@ -71,7 +71,6 @@ class Catalog:
     def __init__(
         self,
         manifests: Manifests | None,
-        evictor: Evictor | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
         max_blocks: int = 1 << 20,
@@ -84,7 +83,7 @@ class Catalog:
         self._lock = threading.Lock()
         self._index = TokenIndex()
         self._listing = RedisListing(self._index, self._place, clock, max_blocks)
-        self._evictor = Evictor() if evictor is None else evictor
+        self._evictor = Evictor()
         self._kept: Counter[Record] = Counter()
         self._kv_blocks = 0
         self._pooled: dict[bytes, tuple[int, int]] = {}
@@ -251,16 +250,21 @@ class Catalog:
                     self._index.prune(record)
 
     def used(self, records: Iterable[Record]) -> None:
-        """Notes that objects of one prefix were used together; its late ones will go first."""
+        """Notes that objects of one prefix were read together; its late ones will go first."""
         with self._lock:
             known = [r for r in records if r.is_listed]
-            self._use([r for r in known if r.in_cpu])
-            self.quotas.used(known)
+            for record in known:
+                record.note_fetch()
+            self._use_together(known)
 
     def used_prefix(self, prompt: Prompt) -> None:
-        """As `used`, of everything that a prompt has."""
+        """Notes that something was stored of a prompt: what has little worth now goes first."""
         found, path = self.peek(prompt)
-        self.used([*found.checkpoints, *records_on(path, Kind.HIDDEN, Kind.KV)])
+        worth, little = by_worth(found, path)
+        with self._lock:
+            self._use_together([r for r in worth if r.is_listed])
+            for record in little:
+                self._demote(record)
 
     def lost(self, *records: Record) -> None:
         """Forgets objects that are in no tier any more, or must not be used again."""
@@ -453,6 +457,14 @@ class Catalog:
 
     # What follows is called under the lock, unless it says otherwise.
 
+    def _use_together(self, records: Sequence[Record]) -> None:
+        self._use([record for record in records if record.in_cpu])
+        self.quotas.used(records)
+
+    def _demote(self, record: Record) -> None:
+        self._evictor.demote(record)
+        self.quotas.demoted(record)
+
     def _use(self, records: Iterable[Record]) -> None:
         self._evictor.use([record for record in records if record not in self._kept])
 
@@ -540,7 +552,7 @@ class Catalog:
             return
         for old in records_on(self._index.extended_by(record), record.name.kind):
             if old.first_token == record.first_token and old.rows < record.rows:
-                self._evictor.demote(old)
+                self._demote(old)
 
     def _note_evicted(self, victims: Sequence[Record], tiers: Tiers) -> list[Record]:
         """Notes which of the victims are gone, and returns the others; takes the lock itself."""

@@ -131,6 +131,13 @@ class Quotas:
                 account.order["cpu"].use(r for r in records if r.in_cpu)
                 account.order["redis"].use(r for r in records if r.in_redis)
 
+    def demoted(self, record: Record) -> None:
+        """Notes that an object has little worth now."""
+        with self._lock:
+            account = self._account(record.name.namespace)
+            for order in account.order.values() if account is not None else ():
+                order.demote(record)
+
     def bytes_of(self, tenant: bytes, tier: TierName) -> int:
         """What a tenant has in a tier."""
         with self._lock:

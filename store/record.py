@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 IN_CPU = 1
 IN_REDIS = 2
 APPROXIMATE = 4
+FETCHED = 8
+FETCHED_AGAIN = 16
 EXISTS = IN_CPU | IN_REDIS
 
 _NAME_BYTES = 32
@@ -128,6 +130,16 @@ class Record:
             self._objects.untils[self._row] = int(until_s)
 
     @property
+    def fetches(self) -> int:
+        """How often a reader has asked for it: 0, 1, or 2 for more."""
+        state = self._state
+        return bool(state & FETCHED) + bool(state & FETCHED_AGAIN)
+
+    def note_fetch(self) -> None:
+        """Counts a reader."""
+        self._set(FETCHED_AGAIN if self._state & FETCHED else FETCHED, True)
+
+    @property
     def tail_figures(self) -> bytes:
         """Of a hidden page, how long a tail must be that ends in it; may be empty."""
         return b"" if self._objects is None else self._objects.figures(self._row)
@@ -178,7 +190,7 @@ class Objects:
 
     Attributes:
         kinds: kind; 0 = the row is free.
-        states: IN_CPU, IN_REDIS, APPROXIMATE.
+        states: IN_CPU, IN_REDIS, APPROXIMATE, FETCHED, FETCHED_AGAIN.
         sizes: bytes with header.
         homes: row of the block that the object belongs to, one of them if it belongs to several;
             for a checkpoint the block before the one in which its prefix ends.

@@ -334,3 +334,75 @@ def test_shapes_of_a_namespace_go_with_its_last_object(store, space):
         space, BASE, {KV: kv_geometry(fa_layers=1, kv_heads=1, head_dim=4, dtype=Dtype.FLOAT32)}
     )
     put(store, other, KV)
+
+
+def longer(prefix: Prefix, more: int, seed: int = 0) -> Prefix:
+    """The next turn of a conversation."""
+    return Prefix(
+        prefix.namespace, [*prefix.ids, *range(10_000 * (seed + 1), 10_000 * (seed + 1) + more)]
+    )
+
+
+def states(store: Store, prefix: Prefix) -> list[int]:
+    return [point.token for point in match(store, prefix).checkpoints]
+
+
+def state_of(prefix: Prefix, end: int) -> pb.Range:
+    return pb.Range(
+        kind=pb.KIND_CHECKPOINT,
+        first_token=end - 1,
+        end_token=end,
+        prefix_hash=prefix.chain.prefix_hash(end),
+    )
+
+
+STATE_BYTES = object_bytes(GEOMETRY[CHECKPOINT], 1)
+
+
+def test_a_state_that_a_later_turn_has_superseded_goes_before_all_else(store, space):
+    other = Prefix(space, [7, *BASE])
+    put(store, other, KV, CHECKPOINT)
+    turn = Prefix(space, BASE)
+    put(store, turn, KV, CHECKPOINT)
+    fetch(store, turn, state_of(turn, 1024))  # the next turn starts from it, once
+    second = longer(turn, 300)
+    put(store, second, KV, CHECKPOINT)
+    assert states(store, second) == [1024, 1324]
+    assert store.catalog.make_room(STATE_BYTES)
+    assert states(store, second) == [1324]
+    assert kv(store, second) == [(0, 1324)]
+    assert states(store, other) == [1025]
+
+
+def test_a_state_that_several_start_from_stays(store, space):
+    turn = Prefix(space, BASE)
+    put(store, turn, KV, CHECKPOINT)
+    old = Prefix(space, [7, *BASE])
+    for seed in range(2):
+        fetch(store, turn, state_of(turn, 1024))
+        put(store, longer(turn, 300, seed), KV, CHECKPOINT)
+    put(store, old, KV)
+    store.catalog.make_room(STATE_BYTES)
+    assert states(store, longer(turn, 300, 1)) == [1024, 1324]
+
+
+def test_hiddens_far_before_the_end_go_first_where_there_is_a_state(store, space):
+    prefix, other = Prefix(space, BASE), Prefix(space, [7, *BASE])
+    put(store, other, KV)
+    put(store, prefix, KV, HIDDEN, CHECKPOINT)
+    assert store.catalog.make_room(12 * object_bytes(GEOMETRY[HIDDEN], 64))
+    assert runs_of(match(store, prefix), HIDDEN) == [(768, 1024)]
+    assert (kv(store, prefix), kv(store, other)) == ([(0, 1024)], [(0, 1025)])
+
+
+def test_hiddens_that_were_fetched_or_are_all_there_is_are_as_good_as_any(store, space):
+    fetched, alone = Prefix(space, BASE), Prefix(space, [7, *BASE[1:]])
+    put(store, fetched, KV, HIDDEN, CHECKPOINT)
+    fetch(store, fetched, span_range(HIDDEN, 0, 128))
+    put(store, alone, KV, HIDDEN)
+    put(store, longer(fetched, 10), KV, HIDDEN, CHECKPOINT)
+    store.catalog.make_room(8 * object_bytes(GEOMETRY[HIDDEN], 64))
+    assert runs_of(match(store, alone), HIDDEN) == [(0, 1024)]
+    (first, end), *rest = runs_of(match(store, fetched), HIDDEN)
+    assert (first, rest != []) == (0, True)
+    assert end >= 128

@@ -1,0 +1,1 @@
+"""What benchmarks/traces.py is made of."""
