@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -138,6 +138,13 @@ class StoreConfig(BaseSettings):
             "opened by any; default: it is not encrypted"
         ),
     ] = ()
+    bulk_tiers: Annotated[
+        tuple[dict[str, Any], ...],
+        Field(
+            description="LMCache's L2 adapters, as its --l2-adapter takes them, that have payloads "
+            "beside Redis; not encrypted"
+        ),
+    ] = ()
     manifest_ttl_s: Annotated[
         float,
         Field(
@@ -208,6 +215,14 @@ class StoreConfig(BaseSettings):
         """Content of `digest_key_file`; empty without one."""
         return _content(self.digest_key_file) if self.digest_key_file is not None else b""
 
+    def in_words(self) -> dict[str, str]:
+        """Every setting in force; what logs in somewhere is left out."""
+        words = {name: str(value) for name, value in self.model_dump().items()}
+        urls = [str(RedisEndpoint.parse(url)) for url in (self.redis_url or "").split()]
+        words["redis_url"] = " ".join(urls) or "none"
+        words["bulk_tiers"] = " ".join(str(tier.get("type")) for tier in self.bulk_tiers) or "none"
+        return words
+
     @field_validator("redis_seal_key_files")
     @classmethod
     def _sealing_keys(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
@@ -245,7 +260,7 @@ class StoreConfig(BaseSettings):
 
     @model_validator(mode="after")
     def _safe(self) -> StoreConfig:
-        if fault := _unsafe(self):
+        if fault := _unsafe(self) or _bulk_fault(self):
             raise ValueError(fault)
         return self
 
@@ -262,6 +277,15 @@ def _content(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ValueError(f"can not be read: {error.strerror}") from None
+
+
+def _bulk_fault(config: StoreConfig) -> str:
+    """What about the bulk tiers does not go together; empty when nothing is wrong."""
+    if config.bulk_tiers and config.redis_url is None:
+        return "bulk_tiers are set without redis_url, whose manifests say what they have"
+    if config.bulk_tiers and config.redis_seal_key_files:
+        return "redis_seal_key_files are set, and bulk_tiers are not encrypted"
+    return ""
 
 
 def _unsafe(config: StoreConfig) -> str:

@@ -26,8 +26,8 @@ from tailreplay.store.operators import Operators
 from tailreplay.store.pool import Pool, SharedMemory
 from tailreplay.store.prompt import Prompt
 from tailreplay.store.reader import Frame, Reader
-from tailreplay.store.redis_endpoint import RedisEndpoint
 from tailreplay.store.redis_settings import (
+    bulk_tiers,
     redis_ledger,
     redis_manifests,
     redis_shared_index,
@@ -94,6 +94,7 @@ class Store:
                 config.access_gid,
             ),
             redis=redis_tier(config),
+            bulk=bulk_tiers(config),
             on_redis_stored=self.catalog.redis_stored,
             on_redis_failed=self.catalog.redis_failed,
             gate=UrgentGate(clock=clock),
@@ -265,8 +266,7 @@ class Store:
 
     def describe(self, version: str) -> pb.DescribeResponse:
         """What this store is, and every setting in force; secrets are left out."""
-        settings = {k: str(v) for k, v in self.config.model_dump().items() if k != "redis_url"}
-        settings["redis_url"] = _without_password(self.config.redis_url)
+        settings = self.config.in_words()
         settings["effective_pool_bytes"] = str(self.tiers.pool_bytes)
         settings["effective_digests"] = (
             "keyed" if self.config.digest_key_file else "unkeyed: no digest_key_file"
@@ -398,7 +398,3 @@ def _checkpoint(record: Record) -> pb.Checkpoint:
 def _capacity(pool_bytes: int, tokens: int, taken_bytes: int) -> int:
     """Tokens that a pool holds if so many take so many bytes."""
     return pool_bytes * tokens // taken_bytes if taken_bytes else 0
-
-
-def _without_password(urls: str | None) -> str:
-    return " ".join(str(RedisEndpoint.parse(url)) for url in (urls or "").split()) or "none"

@@ -59,7 +59,11 @@ class WriteBackListener(L2AdapterListener):  # type: ignore[misc]  # untyped bas
 
     @abstractmethod
     def on_l2_keys_missed(self, keys: list[ObjectKey], why: Miss) -> None:
-        """Objects that a lookup or load asked for do not come; told before its end."""
+        """Objects that a load asked for do not come, or that a lookup could not ask for.
+
+        Told before its end. That a lookup did not find an object is no miss yet: it may be in
+        another tier.
+        """
 
 
 @dataclass
@@ -320,11 +324,9 @@ class TailReplayRedisL2(L2AdapterInterface):  # type: ignore[misc]  # untyped ba
         self, task: _Task, positions: Sequence[int]
     ) -> Callable[[Sequence[bool] | None], None]:
         def done(found: Sequence[bool] | None) -> None:
-            why = Miss.AWAY if found is None else Miss.ABSENT
-            found = found or [False] * len(positions)
-            missed = [task.keys[p] for p, there in zip(positions, found, strict=True) if not there]
-            self._notify_missed(missed, why)
-            task.answer(positions, found)
+            if found is None:
+                self._notify_missed([task.keys[p] for p in positions], Miss.AWAY)
+            task.answer(positions, found or [False] * len(positions))
 
         return done
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from tailreplay.store.bulk_tier import BulkTierConfig
 from tailreplay.store.config import PAYLOAD_TTL_S, StoreConfig
 from tailreplay.store.ledger import Ledger
 from tailreplay.store.manifest import Manifests
@@ -48,6 +49,15 @@ def redis_tier(config: StoreConfig) -> TailReplayRedisL2Config | None:
     return TailReplayRedisL2Config(
         endpoints, f"{redis_prefix(config)}o:", settings, envelope=envelope
     )
+
+
+def bulk_tiers(config: StoreConfig) -> list[BulkTierConfig]:
+    """Return the further places for payloads.
+
+    Raises:
+        ValueError: LMCache does not know one, or its fields are wrong.
+    """
+    return [BulkTierConfig.from_dict(tier) for tier in config.bulk_tiers]
 
 
 def redis_servers(config: StoreConfig, timeout_s: float) -> RedisServers | None:

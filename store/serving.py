@@ -47,9 +47,7 @@ def serve_until_stopped(flags: dict[str, Any], file: Path | None) -> None:
     stopped = threading.Event()
     logger.info("reserving up to %d bytes of shared memory", config.pool_bytes)
     server = StoreServer(config)
-    settings = ", ".join(
-        f"{k}={v}" for k, v in sorted(config.model_dump().items()) if k != "redis_url"
-    )
+    settings = ", ".join(f"{k}={v}" for k, v in sorted(config.in_words().items()))
     logger.info("settings: %s", settings)
     # What was imported is never garbage; looking for garbage in it stops every thread for 150 ms.
     gc.collect()

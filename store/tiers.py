@@ -17,6 +17,7 @@ from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.distributed.error import L1Error
 from lmcache.v1.memory_management import MemoryObj
 
+from tailreplay.store.bulk_tier import BulkTierConfig
 from tailreplay.store.lmcache_l1 import (
     bytes_of,
     construct_manager,
@@ -52,6 +53,7 @@ class Tiers:
     Args:
         pool: memory of the CPU tier, from now on this object's to close.
         redis: how objects are kept in Redis; None for no Redis.
+        bulk: further places for them, of no use without Redis, which says what they have.
         on_redis_stored: called on a background thread once objects are in Redis.
         on_redis_failed: called there for objects that will not get to Redis.
         gate: what is urgent passes first; urgent loads from Redis hold it by themselves.
@@ -65,10 +67,11 @@ class Tiers:
         redis: TailReplayRedisL2Config | None,
         on_redis_stored: Callable[[Sequence[ObjectName]], None],
         on_redis_failed: Callable[[Sequence[ObjectName]], None],
+        bulk: Sequence[BulkTierConfig] = (),
         gate: UrgentGate | None = None,
     ) -> None:
         self.gate = gate or UrgentGate()
-        adapters = [] if redis is None else [replace(redis, gate=self.gate)]
+        adapters = [] if redis is None else [replace(redis, gate=self.gate), *bulk]
         with contextlib.ExitStack() as undo:
             undo.callback(pool.close)
             undo.callback(pool.l1.close)
@@ -80,13 +83,15 @@ class Tiers:
         self._lock = threading.Lock()
         self._doomed: set[ObjectKey] = set()
         self._closed = False
-        self._redis = self._manager.l2_adapters()[0][1] if adapters else None
+        self._behind = [adapter for _, adapter in self._manager.l2_adapters()]
+        self._redis = self._behind[0] if adapters else None
         self._loader = Loader(self._l1, self._manager, pool.size_bytes, self._cancel)
         self._write_back = WriteBack[ObjectKey](
             on_stored=lambda keys: on_redis_stored([object_name(key) for key in keys]),
             on_failed=lambda keys: on_redis_failed([object_name(key) for key in keys]),
             unwanted=self._unwanted,
             forget=self._forget,
+            places=len(adapters),
         )
         self._manager.register_l2_listener(_Listener(self._write_back, self._loader))
 
@@ -244,14 +249,18 @@ class Tiers:
 
         Returns:
             `configured`; with Redis also `healthy` (the last contact worked), `pending_objects` and
-            `pending_bytes` on their way there, the counters of `ShardCounters`, and `shards`.
+            `pending_bytes` on their way there, the counters of `ShardCounters`, `shards`, and
+            `bulk` of the places beside it, whose `integrity_errors` are counted in.
         """
         if self._redis is None:
             return {"configured": False, "healthy": False}
         status = self._redis.report_status()
+        bulk = [adapter.report_status() for adapter in self._behind[1:]]
         pending_objects, pending_bytes = self._write_back.pending()
         return {
             **status,
+            "bulk": bulk,
+            "integrity_errors": sum(one["integrity_errors"] for one in (status, *bulk)),
             "configured": True,
             "healthy": status["is_healthy"],
             "pending_objects": pending_objects,
@@ -289,8 +298,8 @@ class Tiers:
             return [key for key in keys if key in self._doomed]
 
     def _forget(self, keys: Sequence[ObjectKey]) -> None:
-        if self._redis is not None:
-            self._redis.delete(list(keys))
+        for adapter in self._behind:
+            adapter.delete(list(keys))
 
     def _cancel(self, keys: Sequence[ObjectKey]) -> None:
         if self._redis is not None:
@@ -356,7 +365,7 @@ class _Listener(WriteBackListener):
         self._write_back.stored(keys)
 
     def on_l2_keys_failed(self, keys: list[ObjectKey]) -> None:
-        self._write_back.failed(keys)
+        self._write_back.refused(keys)
 
     def on_l2_keys_missed(self, keys: list[ObjectKey], why: Miss) -> None:
         self._loader.missed(keys, why)

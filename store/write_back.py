@@ -21,6 +21,7 @@ class WriteBack(Generic[K]):
         on_failed: told there of objects that will not get to Redis.
         unwanted: returns those of the keys just stored that must go again.
         forget: deletes those.
+        places: how many places objects are written to; one that has them is enough.
     """
 
     def __init__(
@@ -30,20 +31,25 @@ class WriteBack(Generic[K]):
         on_failed: Callable[[Sequence[K]], None],
         unwanted: Callable[[Sequence[K]], list[K]],
         forget: Callable[[Sequence[K]], None],
+        places: int = 1,
     ) -> None:
         self._on_stored = on_stored
         self._on_failed = on_failed
         self._unwanted = unwanted
         self._forget = forget
+        self._places = places
         self._notices = ThreadPoolExecutor(1, "tailreplay-write-back")
-        # State, under _lock: bytes of each object that is not in Redis yet.
+        # State, under _lock: of each object that is nowhere yet its bytes, and how many places may
+        # still take it.
         self._lock = threading.Lock()
         self._pending: dict[K, int] = {}
+        self._left: dict[K, int] = {}
 
     def begin(self, key: K, size: int) -> None:
         """Expect an outcome for an object that is about to become visible."""
         with self._lock:
             self._pending[key] = size
+            self._left[key] = self._places
 
     def pending(self) -> tuple[int, int]:
         """Return how many objects, and bytes, are on their way."""
@@ -58,6 +64,17 @@ class WriteBack(Generic[K]):
             self._settle(unwanted, self._on_failed)
         self._settle([key for key in keys if key not in unwanted], self._on_stored)
 
+    def refused(self, keys: Sequence[K]) -> None:
+        """Take note that one place will not have objects; with the last of them they failed."""
+        with self._lock:
+            over = []
+            for key in keys:
+                if key in self._left:
+                    self._left[key] -= 1
+                    if not self._left[key]:
+                        over.append(key)
+        self.failed(over)
+
     def failed(self, keys: Sequence[K]) -> None:
         """Take note that objects will not get to Redis; those not on their way don't matter."""
         self._settle(keys, self._on_failed)
@@ -69,6 +86,8 @@ class WriteBack(Generic[K]):
     def _settle(self, keys: Sequence[K], tell: Callable[[Sequence[K]], None]) -> None:
         with self._lock:
             settled = [key for key in keys if self._pending.pop(key, None) is not None]
+            for key in settled:
+                del self._left[key]
         if settled:
             self._notices.submit(_call, tell, settled)
 

@@ -247,7 +247,6 @@ def test_listeners_hear_why_an_object_did_not_come(driver, redis, redis_server):
     driver.lookup([key_of(1)])
     assert driver.listener.missed == [
         (key_of(0), Miss.ABSENT),
-        (key_of(0), Miss.ABSENT),
         (key_of(1), Miss.DAMAGED),
         (key_of(1), Miss.AWAY),
         (key_of(1), Miss.AWAY),
