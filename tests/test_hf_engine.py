@@ -46,7 +46,7 @@ from tailreplay.store.chain import PrefixChain
 from tailreplay.store.config import StoreConfig
 from tailreplay.store.errors import InvalidRequest
 from tailreplay.store.header import Header, build_object
-from tailreplay.store.namespace import NamespaceFields
+from tailreplay.store.namespace import NamespaceFields, tenant_digest
 from tailreplay.store.objects import Kind, ObjectName
 from tailreplay.store.server import StoreServer
 from tailreplay.store.tokens import extended_tokens
@@ -235,7 +235,7 @@ def test_a_state_of_the_token_before_would_be_seen(server, tenant, truth, m):
     with replica(server.address, tenant=tenant) as engine:
         ask(engine, SHORT)
         states, _ = truth(m - 1, tokens)
-        put_checkpoint(engine, server.address, tokens, m, states)
+        put_checkpoint(engine, server.address, tenant, tokens, m, states)
         out = ask(engine, tokens)
         assert_reused(out.report, m)
         assert out.report["checkpoint_token"] == m
@@ -243,7 +243,7 @@ def test_a_state_of_the_token_before_would_be_seen(server, tenant, truth, m):
         assert relative_max(out.first_logits, logits) > 100 * LOGITS_BOUND
 
 
-def put_checkpoint(engine, store, tokens, m, states):
+def put_checkpoint(engine, store, tenant, tokens, m, states):
     """Stores states as those after m tokens, whatever they are."""
     codec = PayloadCodec(HybridModel(tiny_qwen()))
     ids = extended_tokens(tokens)
@@ -263,7 +263,9 @@ def put_checkpoint(engine, store, tokens, m, states):
         size_bytes=sum(len(part) for part in parts),
     )
     with StoreClient(store) as client:
-        done = client.put(engine.namespace, ids, [ObjectBytes(announce, parts)], timeout_s=WAIT_S)
+        objects = [ObjectBytes(announce, parts)]
+        whose = tenant_digest(tenant)
+        done = client.put(engine.namespace, ids, objects, timeout_s=WAIT_S, tenant=whose)
     assert done.stored == 1
 
 

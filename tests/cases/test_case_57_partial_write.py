@@ -17,6 +17,7 @@ from tailreplay.connector.client import ObjectBytes, StoreClient
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
 from tailreplay.store.errors import InvalidRequest
+from tailreplay.store.namespace import tenant_digest
 from tailreplay.store.tokens import extended_tokens
 
 pytestmark = pytest.mark.model
@@ -24,14 +25,15 @@ pytestmark = pytest.mark.model
 TOKENS = prompt(300)
 
 
-def test_an_object_that_breaks_off_is_not_there(store, engine):
+def test_an_object_that_breaks_off_is_not_there(store, engine, request):
     announced = pb.PutObject(kind=pb.KIND_KV, first_token=0, end_token=256, size_bytes=1 << 17)
     half = ObjectBytes(announced, (bytes(1 << 16),))
     ids = extended_tokens(TOKENS)
+    whose = tenant_digest(request.node.nodeid)
     used = store.store.tiers.used_bytes
     with StoreClient(store.address) as client:
         with pytest.raises(InvalidRequest, match="65536 bytes"):
-            client.put(engine.namespace, ids, [half], timeout_s=WAIT_S)
+            client.put(engine.namespace, ids, [half], timeout_s=WAIT_S, tenant=whose)
         assert client.match(engine.namespace, ids, timeout_s=WAIT_S).matched_tokens == 0
     assert store.store.tiers.used_bytes == used
     out = ask(engine, TOKENS)
