@@ -23,7 +23,7 @@ from tailreplay.store.errors import NotAuthenticated, StoreUnavailable, from_rpc
 from tailreplay.store.grpc_listener import GrpcListener, prepare_socket
 from tailreplay.store.lane import Lane
 from tailreplay.store.probes import Probes
-from tailreplay.store.service import StoreService
+from tailreplay.store.service import StoreService, add_store
 from tailreplay.store.tls import ServerTls
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class StoreServer:
             self._lane = self._open_lane(config)
         max_streams = config.max_workers * 3 // 4
         service = StoreService(self.store, self._lane, self._access, max_streams=max_streams)
-        rpc.add_StoreServicer_to_server(service, listener.server)
+        add_store(listener.server, service)
         listener.bind(SERVICE_NAME)
         if config.listen.startswith("unix:"):
             let_group_in(socket_path(config.listen), config.access_gid, 0o660)

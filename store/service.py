@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
+
+from google.protobuf.message import DecodeError
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.proto import store_pb2_grpc as rpc
@@ -144,6 +146,40 @@ class StoreService(rpc.StoreServicer):
             if isinstance(error, IntegrityError):
                 self._store.catalog.count("integrity_errors")
             context.abort(error.code, str(error))
+
+
+def add_store(server: grpc.Server, service: StoreService) -> None:
+    """Registers a service.
+
+    A frame of a Put that is no message counts as an empty one, and is refused as that. gRPC itself
+    would end the call, and the end that our own refusal then puts to it is never over (grpcio
+    1.78): the call would stay in memory, and the server could not be stopped any more.
+    """
+    rpc.add_StoreServicer_to_server(service, cast("grpc.Server", _Registrar(server)))
+
+
+class _Registrar:
+    """Stands for a server to which the Store service is added."""
+
+    def __init__(self, server: grpc.Server) -> None:
+        self._server = server
+
+    def add_generic_rpc_handlers(self, _: object) -> None:
+        """Nothing: the same handlers are registered by name."""
+
+    def add_registered_method_handlers(
+        self, service_name: str, handlers: dict[str, grpc.RpcMethodHandler[Any, Any]]
+    ) -> None:
+        put: Any = handlers["Put"]
+        forgiving = put._replace(request_deserializer=_put_frame)
+        self._server.add_registered_method_handlers(service_name, {**handlers, "Put": forgiving})
+
+
+def _put_frame(data: bytes) -> pb.PutFrame:
+    try:
+        return pb.PutFrame.FromString(data)
+    except DecodeError:
+        return pb.PutFrame()
 
 
 def _message(frame: Frame) -> pb.FetchFrame | None:
