@@ -15,6 +15,9 @@ import torch
 from blake3 import blake3
 
 from tailreplay.connector.client import NotAsked, ObjectBytes, StoreClient, default_address
+from tailreplay.connector.device_load import DeviceLoad
+from tailreplay.connector.device_pool import DevicePool
+from tailreplay.connector.hf_keep import keep_on_device
 from tailreplay.connector.hf_model import HybridModel, UnsupportedModel, guard_triton
 from tailreplay.connector.hf_run import Prefilled, PromptRun
 from tailreplay.connector.identity import MAX_DIGESTED_BYTES, model_semantics
@@ -125,6 +128,11 @@ class HybridEngine:
             kv_dtype=str(self._model.dtype),
         ).digest()
         self._tenant = tenant_digest(tenant)
+        self._device_pool = (
+            DevicePool(self.policy.device_pool_bytes, self._model.device, self.namespace)
+            if self.policy.device_pool_bytes
+            else None
+        )
         self._busy = threading.Lock()
         self._putter = ThreadPoolExecutor(1, thread_name_prefix="tailreplay-put")
         # Guarded by _busy: whether it is closed, and write-backs that have not ended.
@@ -235,16 +243,11 @@ class HybridEngine:
         """
         if not plan.ranges:
             return _Outcome(run.cold(keep=plan.matched_tokens), plan, stored, None)
-        load = Load(
-            plan.ranges,
-            self._codec.geometry,
-            prompt.chain,
-            stall_timeout_s=prompt.policy.stall_timeout_s,
-            on_event=lambda name, wanted: prompt.report.event(_event_name(name, wanted)),
-        )
+        load = self._load(plan, prompt)
         try:
-            self._start(load, plan, stored)
-            prompt.report.round_trip()
+            if load.ranges:
+                self._start(load, stored)
+                prompt.report.round_trip()
             return _Outcome(run.hit(plan, load), plan, stored, load)
         except LoadFailed as failure:
             load.cancel()
@@ -253,10 +256,22 @@ class HybridEngine:
         cold = run.cold(keep=plan.matched_tokens)
         return _Outcome(cold, FetchPlan("miss", True, 0), NOTHING, None)
 
-    def _start(self, load: Load, plan: FetchPlan, stored: StoredPrefix) -> None:
+    def _load(self, plan: FetchPlan, prompt: _Prompt) -> Load | DeviceLoad:
+        make: Callable[..., Load | DeviceLoad] = Load
+        if self._device_pool is not None:
+            make = partial(DeviceLoad, pool=self._device_pool)
+        return make(
+            plan.ranges,
+            self._codec.geometry,
+            prompt.chain,
+            stall_timeout_s=prompt.policy.stall_timeout_s,
+            on_event=lambda name, wanted: prompt.report.event(_event_name(name, wanted)),
+        )
+
+    def _start(self, load: Load | DeviceLoad, stored: StoredPrefix) -> None:
         try:
             stream = self._client.fetch(
-                self.namespace, stored.leaf, plan.ranges, timeout_s=_LOAD_TIMEOUT_S
+                self.namespace, stored.leaf, load.ranges, timeout_s=_LOAD_TIMEOUT_S
             )
         except StoreUnavailable as error:
             raise LoadFailed("store_down", str(error)) from error
@@ -282,6 +297,8 @@ class HybridEngine:
                 done = run.hidden_with_loaded(done, outcome.plan, load)
         except LoadFailed as failure:
             logger.debug("a page stays unstored: %s", failure)
+        if self._device_pool is not None:
+            keep_on_device(self._device_pool, self._codec, prompt.chain, done)
         objects = self._objects(done, outcome.stored, prompt)
         timeout_s = prompt.policy.put_timeout_s
         try:
@@ -385,7 +402,7 @@ class _Outcome:
     done: Prefilled
     plan: FetchPlan
     stored: StoredPrefix
-    load: Load | None
+    load: Load | DeviceLoad | None
 
 
 def _event_name(name: str, wanted: pb.Range) -> str:

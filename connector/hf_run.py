@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from transformers import DynamicCache
 
+    from tailreplay.connector.device_load import DeviceLoad
     from tailreplay.connector.hf_model import HybridModel
     from tailreplay.connector.load import Load
     from tailreplay.connector.payload import PayloadCodec
@@ -81,7 +83,7 @@ class PromptRun:
         """Plain prefill of the whole prompt; the state after `keep` tokens is kept too."""
         return self._prefill(self._model.new_cache(), 0, keep, keep_states=True)
 
-    def hit(self, plan: FetchPlan, load: Load) -> Prefilled:
+    def hit(self, plan: FetchPlan, load: Load | DeviceLoad) -> Prefilled:
         """Serves the prompt as planned.
 
         Raises:
@@ -103,7 +105,9 @@ class PromptRun:
         done.states |= kept
         return done
 
-    def hidden_with_loaded(self, done: Prefilled, plan: FetchPlan, load: Load) -> Prefilled:
+    def hidden_with_loaded(
+        self, done: Prefilled, plan: FetchPlan, load: Load | DeviceLoad
+    ) -> Prefilled:
         """Puts loaded hiddens in front of computed ones, back to the start of their page.
 
         Raises:
@@ -135,7 +139,7 @@ class PromptRun:
         return tokens
 
     def _install_kv(
-        self, cache: DynamicCache, plan: FetchPlan, load: Load
+        self, cache: DynamicCache, plan: FetchPlan, load: Load | DeviceLoad
     ) -> Callable[[int], None]:
         """Puts still empty buffers into the cache; returns what waits for a layer's bytes."""
         number_of = dict(zip(self._model.fa_layers, plan.ranges_of(Kind.KV), strict=False))
@@ -152,7 +156,7 @@ class PromptRun:
                 return
             with self._report.phase("kv"):
                 buffer = load.wait(number)
-            if self._model.device.type != "cpu":
+            if isinstance(buffer, np.ndarray) and self._model.device.type != "cpu":
                 keys, values = self._codec.unpack_kv(buffer)
                 targets[layer][0].copy_(keys)
                 targets[layer][1].copy_(values)
@@ -160,14 +164,14 @@ class PromptRun:
 
         return wait
 
-    def _load_states(self, plan: FetchPlan, load: Load) -> States | None:
+    def _load_states(self, plan: FetchPlan, load: Load | DeviceLoad) -> States | None:
         if plan.checkpoint is None:
             return None
         with self._report.phase("tail"):
             return self._codec.unpack_checkpoint(load.wait(0))
 
     def _replay(
-        self, cache: DynamicCache, plan: FetchPlan, load: Load, states: States | None
+        self, cache: DynamicCache, plan: FetchPlan, load: Load | DeviceLoad, states: States | None
     ) -> None:
         """Rebuilds every group's states, each as soon as its rows are in."""
         end = plan.prefill_from

@@ -36,7 +36,8 @@ _REASONS = {
 }
 
 
-def _fresh(shape: tuple[int, int, int]) -> npt.NDArray[np.uint8]:
+def fresh(shape: tuple[int, int, int]) -> npt.NDArray[np.uint8]:
+    """Memory for a range, not touched before."""
     return np.empty(shape, np.uint8)
 
 
@@ -62,6 +63,7 @@ class Load:
             rows to copy, so who loads often hands out memory that was used before.
 
     Attributes:
+        ranges: what was asked for.
         buffers: per range `[units, rows, row bytes]` uint8; filled when `wait` returns for it.
     """
 
@@ -73,9 +75,9 @@ class Load:
         *,
         stall_timeout_s: float,
         on_event: Callable[[str, pb.Range], None],
-        allocate: Callable[[tuple[int, int, int]], npt.NDArray[np.uint8]] = _fresh,
+        allocate: Callable[[tuple[int, int, int]], npt.NDArray[np.uint8]] = fresh,
     ) -> None:
-        self._ranges = ranges
+        self.ranges = ranges
         self._geometry = geometry
         self._chain = chain
         self._stall_timeout_s = stall_timeout_s
@@ -191,7 +193,7 @@ class Load:
     def _check_rows(self, rows: LaneRecord) -> tuple[pb.Range, npt.NDArray[np.uint8]]:
         """Refuses rows of another shape or of another prefix."""
         number = self._number(rows.number)
-        wanted, buffer = self._ranges[number], self.buffers[number]
+        wanted, buffer = self.ranges[number], self.buffers[number]
         if rows.row_bytes != buffer.shape[2] or not rows.units or not rows.rows:
             raise IntegrityError(
                 f"{rows.units} units of {rows.rows} rows of {rows.row_bytes} bytes, wanted rows "
@@ -221,8 +223,8 @@ class Load:
             raise IntegrityError(f"rows up to {end} belong to another prefix")
 
     def _number(self, number: int) -> int:
-        if number >= len(self._ranges):
-            raise IntegrityError(f"a frame of range {number}, wanted below {len(self._ranges)}")
+        if number >= len(self.ranges):
+            raise IntegrityError(f"a frame of range {number}, wanted below {len(self.ranges)}")
         return number
 
     def _end(self, number: int) -> None:
@@ -231,4 +233,4 @@ class Load:
             self._done[number] = complete
             if not complete:
                 self._failed[number] = LoadFailed("integrity", f"range {number} has holes")
-        self._on_event("complete", self._ranges[number])
+        self._on_event("complete", self.ranges[number])

@@ -82,55 +82,66 @@ class PayloadCodec:
             ),
         }
 
-    def pack_kv(self, layers: Sequence[tuple[Tensor, Tensor]], first: int, end: int) -> memoryview:
-        """Payload of rows [first, end) of every FA layer's keys and values, each `[H, T, d]`."""
+    def kv_rows(self, layers: Sequence[tuple[Tensor, Tensor]], first: int, end: int) -> Tensor:
+        """Rows [first, end) of every FA layer's keys and values, each `[H, T, d]`.
+
+        Returns:
+            `[units, rows, row bytes]` uint8 on the device, in memory of its own.
+        """
         rows = [torch.stack((k[:, first:end], v[:, first:end]), dim=2) for k, v in layers]
-        return _bytes(torch.stack(rows))
+        return _as_bytes(torch.stack(rows).flatten(0, 1).flatten(2))
+
+    def hidden_rows(self, sources: Sequence[Tensor], first: int, end: int) -> Tensor:
+        """Rows [first, end) of every source's hiddens, each `[T, D]`; returns as `kv_rows`."""
+        return _as_bytes(torch.stack([rows[first:end] for rows in sources]))
+
+    def checkpoint_rows(self, states: Mapping[int, LinearState]) -> Tensor:
+        """The states of all linear layers, one row each; returns as `kv_rows`."""
+        return torch.cat([self._split(states[layer]) for layer in self._model.linear_layers])[
+            :, None
+        ]
+
+    def pack_kv(self, layers: Sequence[tuple[Tensor, Tensor]], first: int, end: int) -> memoryview:
+        """Payload of `kv_rows`."""
+        return _payload(self.kv_rows(layers, first, end))
 
     def pack_hidden(self, sources: Sequence[Tensor], first: int, end: int) -> memoryview:
-        """Payload of rows [first, end) of every source's hiddens, each `[T, D]`."""
-        return _bytes(torch.stack([rows[first:end] for rows in sources]))
+        """Payload of `hidden_rows`."""
+        return _payload(self.hidden_rows(sources, first, end))
 
     def pack_checkpoint(self, states: Mapping[int, LinearState]) -> memoryview:
-        """Payload of the states of all linear layers."""
-        units = [part for layer in self._model.linear_layers for part in self._split(states[layer])]
-        return np.concatenate(units).data
+        """Payload of `checkpoint_rows`."""
+        return _payload(self.checkpoint_rows(states))
 
-    def unpack_kv(self, rows: Bytes3) -> tuple[Tensor, Tensor]:
+    def unpack_kv(self, rows: Bytes3 | Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[H, T, d]` of one layer, as views of `rows` `[H, T, row bytes]`."""
-        tensor = torch.from_numpy(rows).view(self._model.dtype)
+        tensor = _tensor(rows).view(self._model.dtype)
         both = tensor.view(*rows.shape[:2], 2, self._model.kv_head_dim)
         return both[:, :, 0], both[:, :, 1]
 
-    def unpack_hidden(self, rows: Bytes3) -> Tensor:
+    def unpack_hidden(self, rows: Bytes3 | Tensor) -> Tensor:
         """Hiddens `[T, D]` of one source, as a view of `rows` `[1, T, row bytes]`."""
-        return torch.from_numpy(rows).view(self._model.dtype)[0]
+        return _tensor(rows).view(self._model.dtype)[0]
 
-    def unpack_checkpoint(self, units: Bytes3) -> dict[int, LinearState]:
+    def unpack_checkpoint(self, units: Bytes3 | Tensor) -> dict[int, LinearState]:
         """States of all linear layers from `units` `[layers * key heads, 1, row bytes]`."""
-        per_layer = units.reshape(len(self._model.linear_layers), self._model.key_heads, -1)
-        return {
-            layer: self._join(per_layer[i]) for i, layer in enumerate(self._model.linear_layers)
-        }
+        layers = self._model.linear_layers
+        per_layer = _tensor(units).reshape(len(layers), self._model.key_heads, -1)
+        return {layer: self._join(per_layer[i]) for i, layer in enumerate(layers)}
 
-    def _split(self, state: LinearState) -> list[npt.NDArray[np.uint8]]:
-        """One unit's bytes per key head: its conv rows, then its recurrent states."""
-        recurrent = state.recurrent.view(
-            self._model.key_heads, self._heads_per_key, *state.recurrent.shape[1:]
-        )
-        q, k, v = self._conv_parts(state.conv)
-        return [
-            np.concatenate([_array(torch.cat((q[g], k[g], v[g]))), _array(recurrent[g])])
-            for g in range(self._model.key_heads)
-        ]
+    def _split(self, state: LinearState) -> Tensor:
+        """Bytes per key head, `[key heads, bytes]`: conv rows, then recurrent states."""
+        conv = torch.cat(self._conv_parts(state.conv), dim=1)
+        recurrent = state.recurrent.reshape(self._model.key_heads, -1)
+        return torch.cat((_as_bytes(conv.flatten(1)), _as_bytes(recurrent)), dim=1)
 
-    def _join(self, units: npt.NDArray[np.uint8]) -> LinearState:
+    def _join(self, units: Tensor) -> LinearState:
         model, cut = self._model, self.geometry[Kind.CHECKPOINT].conv_bytes
-        conv = torch.from_numpy(np.ascontiguousarray(units[:, :cut])).view(model.dtype)
+        conv = units[:, :cut].contiguous().view(model.dtype)
         conv = conv.view(model.key_heads, -1, model.conv_width)
         cuts = (0, model.key_dim, 2 * model.key_dim, conv.shape[1])
         parts = [conv[:, start:end] for start, end in itertools.pairwise(cuts)]
-        recurrent = torch.from_numpy(np.ascontiguousarray(units[:, cut:])).view(torch.float32)
+        recurrent = units[:, cut:].contiguous().view(torch.float32)
         shape = (model.value_heads, model.key_dim, model.value_dim)
         return LinearState(
             torch.cat([part.flatten(0, 1) for part in parts]).to(model.device),
@@ -145,12 +156,15 @@ class PayloadCodec:
         return q.reshape(shape), k.reshape(shape), v.reshape(shape)
 
 
-def _array(tensor: Tensor) -> npt.NDArray[np.uint8]:
-    """A tensor's bytes, flat."""
-    flat = tensor.detach().cpu().contiguous().flatten()
-    array: npt.NDArray[np.uint8] = flat.view(torch.uint8).numpy()
-    return array
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor's last axis."""
+    return tensor.detach().contiguous().view(torch.uint8)
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    return _array(tensor).data
+def _tensor(rows: Bytes3 | Tensor) -> Tensor:
+    return rows if isinstance(rows, Tensor) else torch.from_numpy(rows)
+
+
+def _payload(rows: Tensor) -> memoryview:
+    array: npt.NDArray[np.uint8] = rows.cpu().flatten().numpy()
+    return array.data

@@ -40,6 +40,14 @@ class CachePolicy(BaseModel):
     prefill_chunk_tokens: Annotated[
         int, Field(ge=64, description="prefill step, in tokens; a checkpoint is kept after each")
     ] = 1024
+    device_pool_bytes: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="memory of the model's device for what was used last, so that it is not "
+            "loaded again, bytes; the engine's own, a request's is not looked at; 0 = none",
+        ),
+    ] = 0
     match_timeout_s: Annotated[float, Field(gt=0, description="deadline of a lookup, s")] = 0.25
     stall_timeout_s: Annotated[
         float, Field(gt=0, description="longest pause in a load before it is given up, s")

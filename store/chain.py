@@ -43,6 +43,10 @@ class PrefixChain:
         self._data = tokens.astype("<u8").tobytes()
         self._pages = {0: blake3(namespace, key=_CHAIN_KEY).digest()}
 
+    def __len__(self) -> int:
+        """How many tokens it is over."""
+        return len(self._data) // 8
+
     @property
     def pages(self) -> list[bytes]:
         """Hash after each whole page, 32 bytes each; pages[i] covers 64 * (i + 1) tokens."""

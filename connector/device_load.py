@@ -1,0 +1,135 @@
+"""A load whose first rows come out of the GPU tier, and the rest from the store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tailreplay.connector.load import Load, fresh
+from tailreplay.proto import store_pb2 as pb
+from tailreplay.store.objects import PAGE_TOKENS, Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tailreplay.connector.client import FetchStream
+    from tailreplay.connector.device_pool import DevicePool
+    from tailreplay.connector.lane import LaneStream
+    from tailreplay.store.chain import PrefixChain
+    from tailreplay.store.geometry import Geometry
+
+
+class DeviceLoad:
+    """Like `Load`, with buffers on the device.
+
+    Args:
+        ranges: what is wanted; of each, the leading rows that the pool has are not asked for.
+        geometry: what objects of each kind look like.
+        chain: names the prompt's objects.
+        pool: the GPU tier.
+        stall_timeout_s: as in `Load`.
+        on_event: as in `Load`.
+
+    Attributes:
+        buffers: per range `[units, rows, row bytes]` uint8; filled when `wait` returns for it.
+        ranges: what is left to fetch.
+    """
+
+    def __init__(
+        self,
+        ranges: Sequence[pb.Range],
+        geometry: Mapping[Kind, Geometry],
+        chain: PrefixChain,
+        *,
+        pool: DevicePool,
+        stall_timeout_s: float,
+        on_event: Callable[[str, pb.Range], None],
+    ) -> None:
+        self._pool, self._chain, device = pool, chain, pool.device
+        self._bytes: dict[tuple[str, Kind], int] = {}
+        self.buffers = [_empty(wanted, geometry, device) for wanted in ranges]
+        self.ranges: list[pb.Range] = []
+        # Of each range: which of those left to fetch has its rest, and from which row on.
+        self._rest: list[tuple[int, int] | None] = []
+        for wanted, buffer in zip(ranges, self.buffers, strict=True):
+            taken = self._take(wanted, buffer)
+            if taken == buffer.shape[1]:
+                self._rest.append(None)
+                on_event("complete", wanted)
+                continue
+            left = pb.Range()
+            left.CopyFrom(wanted)
+            left.first_token += taken
+            self._rest.append((len(self.ranges), taken))
+            self.ranges.append(left)
+        rests = zip(self.buffers, self._rest, strict=True)
+        targets = iter([buffer[:, rest[1] :] for buffer, rest in rests if rest is not None])
+        self._load = Load(
+            self.ranges,
+            geometry,
+            chain,
+            stall_timeout_s=stall_timeout_s,
+            on_event=on_event,
+            # On a CPU the rest goes straight to its place.
+            allocate=(lambda _: next(targets).numpy()) if device.type == "cpu" else fresh,
+        )
+
+    def run(self, stream: FetchStream | LaneStream) -> None:
+        """As `Load.run`; only where there is something left to fetch."""
+        self._load.run(stream)
+
+    def wait(self, number: int) -> Tensor:
+        """Blocks until a range is complete; returns its buffer.
+
+        Raises:
+            LoadFailed: it will not come.
+        """
+        whole, rest = self.buffers[number], self._rest[number]
+        if rest is not None:
+            came = self._load.wait(rest[0])
+            if whole.device.type != "cpu":
+                whole[:, rest[1] :].copy_(torch.from_numpy(came))
+        return whole
+
+    def cancel(self) -> None:
+        """As `Load.cancel`."""
+        self._load.cancel()
+
+    def bytes_by_tier(self) -> dict[tuple[str, Kind], int]:
+        """Payload bytes by tier ('gpu', 'cpu', 'redis') and kind."""
+        return self._bytes | self._load.bytes_by_tier()
+
+    def _take(self, wanted: pb.Range, buffer: Tensor) -> int:
+        """Copies the leading rows that the pool has; returns how many."""
+        kind, at = Kind(wanted.kind), wanted.first_token
+        units = slice(wanted.first_unit, wanted.first_unit + buffer.shape[0])
+        while at < wanted.end_token:
+            if kind is Kind.CHECKPOINT:
+                name, page = wanted.prefix_hash, at
+            else:
+                page = at // PAGE_TOKENS * PAGE_TOKENS
+                if page + PAGE_TOKENS > len(self._chain):
+                    break
+                name = self._chain.prefix_hash(page + PAGE_TOKENS)
+            found = self._pool.get(self._pool.name(kind, name))
+            if found is None:
+                break
+            end = min(page + found.shape[1], wanted.end_token)
+            here = slice(at - wanted.first_token, end - wanted.first_token)
+            buffer[:, here] = found[units, at - page : end - page]
+            at = end
+        taken = at - wanted.first_token
+        if taken:
+            size = buffer[:, :taken].nbytes
+            self._bytes["gpu", kind] = self._bytes.get(("gpu", kind), 0) + size
+        return taken
+
+
+def _empty(wanted: pb.Range, geometry: Mapping[Kind, Geometry], device: torch.device) -> Tensor:
+    shape = geometry[Kind(wanted.kind)]
+    units = wanted.units or shape.units - wanted.first_unit
+    rows = wanted.end_token - wanted.first_token
+    return torch.empty((units, rows, shape.row_bytes), dtype=torch.uint8, device=device)
