@@ -17,7 +17,7 @@ from tailreplay.store.catalog import Catalog
 from tailreplay.store.chain import digest_key
 from tailreplay.store.config import INDEX_BLOCK_BYTES
 from tailreplay.store.errors import InvalidRequest, StoreUnavailable
-from tailreplay.store.lane_wire import LaneRecord, RecordKind
+from tailreplay.store.lane_wire import LaneRecord, Pace, RecordKind
 from tailreplay.store.leases import Lease, Leases
 from tailreplay.store.namespace import NAMESPACE_BYTES, tenant_digest
 from tailreplay.store.objects import Kind
@@ -78,6 +78,7 @@ class Store:
         self._clock = clock
         self.boot_id = secrets.randbits(64)
         self.started_at_s = time.time()
+        self._clock = clock
         self.leases = Leases(config.stall_limit_s, clock)
         self._puts = Leases(config.put_stall_limit_s, clock)
         self.manifests = redis_manifests(config)
@@ -219,13 +220,19 @@ class Store:
             self._puts.end(lease.lease_id)
 
     def _watched(self, frames: Iterator[pb.PutFrame], lease: Lease) -> Iterator[pb.PutFrame]:
-        """The frames; the lease's clock runs only while one is waited for."""
+        """The frames; the lease's clock, and the writer's, run only while one is waited for."""
+        pace = Pace(self.config.put_stall_limit_s, self._clock)
         while True:
             self._puts.renew(lease)
+            started_s = self._clock()
             frame = next(frames, None)
             self._puts.rest(lease)
             if frame is None:
                 return
+            try:
+                pace.note(self._clock() - started_s, frame.ByteSize())
+            except TimeoutError as error:
+                raise StoreUnavailable(f"a Put was too slow: {error}") from None
             yield frame
 
     def open_put(self, begin: pb.PutBegin, caller: Principal = ANYONE) -> PutSession:

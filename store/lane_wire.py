@@ -176,11 +176,18 @@ class Pace:
         sock.settimeout(max(self._left_s, _LEAST_WAIT_S))
         started = self._clock()
         got = _receive_some(sock, buffers)
-        spent_s = self._clock() - started
-        if spent_s > self._left_s:
-            raise TimeoutError(f"the other end of the lane sends below {MIN_BYTES_PER_S} bytes/s")
-        self._left_s = min(self._stall_s, self._left_s - spent_s + got / MIN_BYTES_PER_S)
+        self.note(self._clock() - started, got)
         return got
+
+    def note(self, spent_s: float, got: int) -> None:
+        """Takes down how long was waited for how many bytes.
+
+        Raises:
+            TimeoutError: the sender has used its time up.
+        """
+        if spent_s > self._left_s:
+            raise TimeoutError(f"the other end sends below {MIN_BYTES_PER_S} bytes/s")
+        self._left_s = min(self._stall_s, self._left_s - spent_s + got / MIN_BYTES_PER_S)
 
 
 def receive_into(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, cast
@@ -50,7 +51,9 @@ class StoreService(rpc.StoreServicer):
         self._lane = lane
         self._access = access
         self._max_streams = max_streams
-        self._streams = threading.BoundedSemaphore(max_streams)
+        # Guarded by _lock: open streams by tenant.
+        self._lock = threading.Lock()
+        self._streams: Counter[str] = Counter()
 
     def Match(self, request: pb.MatchRequest, context: grpc.ServicerContext) -> pb.MatchResponse:
         """Answers from the index."""
@@ -61,8 +64,7 @@ class StoreService(rpc.StoreServicer):
         self, request: pb.FetchRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.FetchFrame]:
         """Streams rows; the lease ends with the stream."""
-        with self._statuses(context), self._stream():
-            caller = self._reader(context)
+        with self._statuses(context), self._stream(context) as caller:
             for frame in self._store.fetch(request, context.cancel, caller=caller):
                 message = _message(frame)
                 if message is not None:
@@ -72,8 +74,8 @@ class StoreService(rpc.StoreServicer):
         self, request_iterator: Iterator[pb.PutFrame], context: grpc.ServicerContext
     ) -> pb.PutResponse:
         """Takes objects; answers once they are in the CPU tier."""
-        with self._statuses(context), self._stream():
-            return self._store.put(request_iterator, context.cancel, self._reader(context))
+        with self._statuses(context), self._stream(context) as caller:
+            return self._store.put(request_iterator, context.cancel, caller)
 
     def OpenLane(
         self, request: pb.OpenLaneRequest, context: grpc.ServicerContext
@@ -128,15 +130,23 @@ class StoreService(rpc.StoreServicer):
         return caller
 
     @contextmanager
-    def _stream(self) -> Iterator[None]:
-        if not self._streams.acquire(blocking=False):
-            raise LimitExceeded(
-                f"{self._max_streams} streams are open, wanted fewer (max_workers allows no more)"
-            )
+    def _stream(self, context: grpc.ServicerContext) -> Iterator[Principal]:
+        """Counts a stream in; gives who it is of. A tenant has half of all streams at most."""
+        caller = self._reader(context)
+        share = self._max_streams if caller.role is Role.ANYONE else max(1, self._max_streams // 2)
+        with self._lock:
+            total, own = self._streams.total(), self._streams[caller.tenant]
+            if total >= self._max_streams or own >= share:
+                raise LimitExceeded(
+                    f"{total} streams are open, {own} of them your own, wanted fewer than "
+                    f"{self._max_streams} and {share} (max_workers allows no more)"
+                )
+            self._streams[caller.tenant] += 1
         try:
-            yield
+            yield caller
         finally:
-            self._streams.release()
+            with self._lock:
+                self._streams[caller.tenant] -= 1
 
     @contextmanager
     def _statuses(self, context: grpc.ServicerContext) -> Iterator[None]:

@@ -661,7 +661,7 @@ def test_lookups_are_answered_whatever_streams_do(space):
 
         held = [silent_put(client, Prefix(space, [i, *BASE]), gate) for i in range(3)]
         until(refused)
-        assert refused().startswith("RESOURCE_EXHAUSTED: 3 streams are open, wanted fewer")
+        assert refused().startswith("RESOURCE_EXHAUSTED: 3 streams are open, 3 of them")
         assert client.match(prefix).matched_tokens == 0
         gate.set()
         for put in held:
