@@ -209,6 +209,49 @@ def test_pruning_an_old_record_leaves_its_successor_alone():
     assert match(index, BASE[:300]).checkpoints == (new,)
 
 
+def test_a_shared_page_stays_with_the_sibling_that_is_left():
+    index = TokenIndex()
+    left, right = Prefix(SPACE, BASE[:256]), Prefix(SPACE, branch(BASE, 150, range(105)))
+    for prefix in (left, right):
+        store(index, prefix, Kind.KV, Kind.HIDDEN)
+    shared = index.find(right.prompt, Kind.HIDDEN, 64)
+    nodes = [insert(index, prefix) for prefix in (left, right)]
+    assert set(index.homes(shared)) == set(nodes)
+    for end in (192, 256):
+        lose(index, index.find(left.prompt, Kind.HIDDEN, end))
+    lose(index, index.record(left.name(Kind.KV, 256)))
+    assert index.homes(shared) == [insert(index, right)]
+    lose(index, shared)
+    assert match(index, right.ids).matched_tokens == 256
+
+
+def test_a_state_read_of_in_redis_is_found_by_every_sibling():
+    index = TokenIndex()
+    writer = Prefix(SPACE, BASE[:700])
+    store(index, Prefix(SPACE, BASE[:1000]), Kind.KV)
+    node, name = restore(index, writer, 512), writer.name(Kind.CHECKPOINT, 700)
+    index.checkpoint(node, name, 700, writer.digests[-8:]).in_redis = True
+    for other in (branch(BASE, 700, [1]), branch(BASE, 900, [2])):
+        assert [r.end_token for r in match(index, other).checkpoints] == [700]
+    assert match(index, branch(BASE, 699, [3])).checkpoints == ()
+    # One that puts the same state, or goes on from it, changes nothing.
+    assert checkpoint(index, writer, 700) is index.record(name)
+    assert [r.end_token for r in match(index, BASE[:700]).checkpoints] == [700]
+
+
+@pytest.mark.parametrize("m", [1, 100, 255])
+def test_a_block_read_of_in_redis_is_no_prompt_s_that_leaves_it(m):
+    """It is kept by its tokens only once a prompt has them all."""
+    index = TokenIndex()
+    prefix = Prefix(SPACE, BASE[:256])
+    restore(index, prefix, 256)
+    index.record(prefix.name(Kind.KV, 256)).in_redis = True
+    assert match(index, branch(BASE, m, range(300))).matched_tokens == m
+    for n in (256, 200):
+        assert match(index, BASE[:n]).matched_tokens == n
+        assert match(index, branch(BASE, n - 1, range(300))).matched_tokens == n - 1
+
+
 def test_what_a_block_says_of_itself_puts_it_back():
     index, copy = TokenIndex(), TokenIndex()
     prefix = Prefix(SPACE, BASE[:600])
