@@ -1,5 +1,7 @@
 """Who gets through which door: tokens over a Unix socket, client certificates over TCP."""
 
+import hashlib
+import logging
 import os
 from contextlib import closing, contextmanager
 
@@ -16,7 +18,12 @@ from tailreplay.connector.lane import LaneStream
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
 from tailreplay.store.credentials import NO_CREDENTIALS, Credentials
-from tailreplay.store.errors import NotAllowed, NotAuthenticated, StoreUnavailable
+from tailreplay.store.errors import (
+    NotAllowed,
+    NotAuthenticated,
+    StoreUnavailable,
+    TailReplayError,
+)
 from tailreplay.store.lane_wire import (
     HELLO,
     MAGIC,
@@ -354,6 +361,35 @@ def test_certificates_are_renewed_without_a_restart(tmp_path):
                     else:
                         with pytest.raises(StoreUnavailable):
                             client.match(PREFIX.namespace, PREFIX.tokens, timeout_s=2)
+
+
+def test_no_token_is_said_aloud(tmp_path, caplog):
+    """Not when it is good, not when it is refused, not by the client and not by the store."""
+    file = write_tokens(tmp_path / "tokens.json", **TENANTS)
+    said = []
+    with caplog.at_level(logging.DEBUG), serve_in_thread(token_file=file) as server:
+        for name in ("acme", "nobody", "root"):
+            with client_of(server.address, bearer(tmp_path, name)) as client:
+                for call in (client.describe, client.stats, lambda c=client: put(c)):
+                    try:
+                        said.append(str(call()))
+                    except TailReplayError as error:
+                        said.append(str(error))
+                said.append(repr(client))
+        said.append(str(server.store.describe("").settings))
+        said.append(str(server.store.config))
+        write_tokens(file, acme={"tenant": "other"})
+        with (
+            client_of(server.address, bearer(tmp_path, "acme")) as client,
+            pytest.raises(NotAllowed),
+        ):
+            client.stats()
+    said += [record.getMessage() + str(record.exc_text) for record in caplog.records]
+    assert any("read 1 tokens" in text for text in said)
+    digests = [hashlib.sha256(f"token-{name}".encode()).hexdigest() for name in TENANTS]
+    for text in said:
+        assert "token-" not in text
+        assert not any(digest in text for digest in digests)
 
 
 def test_a_token_is_not_sent_over_a_network_in_the_clear(tmp_path):
