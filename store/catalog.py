@@ -21,6 +21,7 @@ from tailreplay.store.public_scope import merged_path, parts_of, with_public
 from tailreplay.store.quota import Quotas
 from tailreplay.store.record import Record
 from tailreplay.store.redis_listing import RedisListing
+from tailreplay.store.renewal import BlockName, Renewal
 from tailreplay.store.shm_pool import ALIGN_BYTES
 from tailreplay.store.views import Path
 from tailreplay.store.worth import by_worth
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from tailreplay.store.views import Block, Match, Node
 
 logger = logging.getLogger(__name__)
+
+_MOST_FADING = 4096
 
 _RESTORED = 64
 """Manifests listed under one hold of the lock."""
@@ -82,6 +85,9 @@ class Catalog:
         # Guarded by _lock: everything below.
         self._lock = threading.Lock()
         self._index = TokenIndex()
+        self._renewal: Renewal | None = None
+        self._life_s = 0.0 if manifests is None else manifests.ttl_s
+        self._fading: dict[BlockName, list[Record]] = {}
         self._listing = RedisListing(self._index, self._place, clock, max_blocks)
         self._evictor = Evictor()
         self._kept: Counter[Record] = Counter()
@@ -97,6 +103,8 @@ class Catalog:
     def attach(self, tiers: Tiers) -> None:
         """Names the tiers to evict from; they need this catalog's callbacks when they are made."""
         self._tiers = tiers
+        if self._manifests is not None:
+            self._renewal = Renewal(self._manifests, tiers.renew)
 
     def match(
         self, prompt: Prompt, shared: SharedIndex | None = None, public: Prompt | None = None
@@ -256,6 +264,31 @@ class Catalog:
             for record in known:
                 record.note_fetch()
             self._use_together(known)
+            self._note_fading(known)
+
+    def renew_used(self) -> int:
+        """Gives what was used and would expire another life in Redis; returns how many blocks."""
+        with self._lock:
+            fading, self._fading = self._fading, {}
+        if self._renewal is None or not fading:
+            return 0
+        renewed = set(self._renewal.renew(list(fading)))
+        with self._lock:
+            for block in renewed:
+                for record in fading[block]:
+                    record.redis_until_s = self._clock() + self._life_s
+        return len(renewed)
+
+    def _note_fading(self, records: Iterable[Record]) -> None:
+        """Notes blocks of which something that was used has less than half of its life left."""
+        soon_s = self._clock() + self._life_s / 2
+        for record in records:
+            if not record.in_redis or record.redis_until_s >= soon_s:
+                continue
+            for home in self._index.homes(record):
+                block = BlockName(record.name.namespace, home.prefix_hash)
+                if block in self._fading or len(self._fading) < _MOST_FADING:
+                    self._fading.setdefault(block, []).append(record)
 
     def used_prefix(self, prompt: Prompt) -> None:
         """Notes that something was stored of a prompt: what has little worth now goes first."""
@@ -579,13 +612,13 @@ class Catalog:
             entries = [(home, entry_of(record)) for _, home, record in waiting]
         taken = self._manifests.commit(entries)
         with self._lock:
-            for (pending, _, record), findable in zip(waiting, taken, strict=True):
-                if findable and self._pending.get(record.name) is pending:
+            for (pending, _, record), life_s in zip(waiting, taken, strict=True):
+                if life_s and self._pending.get(record.name) is pending:
                     del self._pending[record.name]
-                    record.redis_until_s = self._clock() + self._manifests.ttl_s
+                    record.redis_until_s = self._clock() + life_s
                     self._place(record, in_redis=True)
         self.redis_failed(
-            [r.name for (*_, r), findable in zip(waiting, taken, strict=True) if not findable]
+            [r.name for (*_, r), life_s in zip(waiting, taken, strict=True) if not life_s]
         )
 
 

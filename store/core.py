@@ -342,6 +342,12 @@ class Store:
             logger.info("restored %d objects from Redis", listed)
         return self.manifests is None or self.manifests.whole
 
+    def _renew_used(self) -> None:
+        try:
+            self.catalog.renew_used()
+        except StoreUnavailable as error:
+            logger.debug("what is used was not renewed in Redis: %s", error)
+
     def _forget_expired(self) -> None:
         """A little at a time, so that lookups come between."""
         row = self.catalog.forget_expired(0)
@@ -356,6 +362,7 @@ class Store:
             self.leases.expire()
             self._puts.expire()
             self.operators.tick()
+            self._renew_used()
             if self._clock() >= forget_at_s:
                 self._forget_expired()
                 forget_at_s = self._clock() + _FORGET_EVERY_S

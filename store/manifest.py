@@ -43,6 +43,7 @@ from tailreplay.store.objects import (
     Kind,
     Provenance,
 )
+from tailreplay.store.renewal import BlockName
 from tailreplay.store.tokens import MAX_TOKENS
 from tailreplay.store.views import Block
 
@@ -180,17 +181,21 @@ class Manifests:
         self._failing: set[int] = set()
         self._added = 0
 
-    def commit(self, entries: Iterable[tuple[Block, Entry]]) -> list[bool]:
+    def commit(self, entries: Iterable[tuple[Block, Entry]]) -> list[float]:
         """Makes payloads that are in Redis findable.
 
+        A manifest that is there keeps the life it has, since what it names already is older.
+
         Returns:
-            For each entry whether it is.
+            For each entry how long its manifest lives, seconds; 0 when it was not taken.
         """
         pipes: dict[int, Pipeline] = {}
-        owners, parents = [], []
+        answers_at, parents = [], []
         for block, entry in entries:
-            owners.append(self._servers.owner(block.prefix_hash))
-            self._add(self._pipe(pipes, owners[-1]), block, entry)
+            owner = self._servers.owner(block.prefix_hash)
+            pipe = self._pipe(pipes, owner)
+            self._add(pipe, block, entry)
+            answers_at.append((owner, len(pipe) - 1))
             if entry.kind is Kind.KV:
                 # A member says nothing without its manifest, wherever that is.
                 pipe = self._pipe(pipes, self._servers.owner(block.parent_hash))
@@ -198,11 +203,50 @@ class Manifests:
                 pipe.zadd(siblings, {block.digests + block.prefix_hash: 0})
                 pipe.pexpire(siblings, self._ttl_ms)
                 parents.append((block.namespace, block.parent_hash))
-        taken = {
-            server: self._run(server, pipe.execute) is not None for server, pipe in pipes.items()
-        }
+        answers = {server: self._run(server, pipe.execute) for server, pipe in pipes.items()}
         self._tidy_now_and_then(parents)
-        return [taken[server] for server in owners]
+        lives_ms = [0 if (a := answers[server]) is None else a[at] for server, at in answers_at]
+        return [max(0, life_ms) / 1000 for life_ms in lives_ms]
+
+    def read(self, blocks: Iterable[tuple[bytes, bytes]]) -> list[tuple[Block, list[Entry]]]:
+        """The manifests of blocks, by namespace and name, as far as they are there."""
+        keys: dict[int, list[bytes]] = {}
+        for namespace, prefix_hash in blocks:
+            keys.setdefault(self._servers.owner(prefix_hash), []).append(
+                self._key(namespace, prefix_hash)
+            )
+        found: list[tuple[Block, list[Entry]]] = []
+        for server, some in keys.items():
+            client = self._servers.clients[server]
+            found += self._run(server, partial(self._read_all, client, some)) or []
+        return found
+
+    def _read_all(
+        self, client: redis.Redis, keys: Sequence[bytes]
+    ) -> list[tuple[Block, list[Entry]]]:
+        return list(self._read(client, keys))
+
+    def renew(self, blocks: Sequence[Block]) -> list[BlockName]:
+        """Gives manifests, and the sets that blocks are members of, a new life.
+
+        Returns:
+            Namespace and name of those that are there and have it.
+        """
+        pipes: dict[int, Pipeline] = {}
+        answers_at = []
+        for block in blocks:
+            owner = self._servers.owner(block.prefix_hash)
+            pipe = self._pipe(pipes, owner)
+            pipe.pexpire(self._key(block.namespace, block.prefix_hash), self._ttl_ms)
+            answers_at.append((owner, len(pipe) - 1))
+            pipe = self._pipe(pipes, self._servers.owner(block.parent_hash))
+            pipe.pexpire(children_key(self._key(block.namespace, block.parent_hash)), self._ttl_ms)
+        answers = {server: self._run(server, pipe.execute) for server, pipe in pipes.items()}
+        return [
+            BlockName(block.namespace, block.prefix_hash)
+            for block, (server, at) in zip(blocks, answers_at, strict=True)
+            if (answer := answers[server]) is not None and answer[at]
+        ]
 
     def _tidy_now_and_then(self, parents: Sequence[tuple[bytes, bytes]]) -> None:
         """Looks through some children of one parent, once for every so many that were added.
@@ -248,7 +292,8 @@ class Manifests:
         fields = {"b": _pack_block(block), entry.field: _pack_entry(entry)}
         wrap = self._seal.wrap
         pipe.hset(key, mapping={f: wrap(key, f.encode(), v) for f, v in fields.items()})
-        pipe.pexpire(key, self._ttl_ms)
+        pipe.pexpire(key, self._ttl_ms, nx=True)
+        pipe.pttl(key)
 
     def forget(self, entries: Iterable[tuple[bytes, bytes, str]]) -> None:
         """Takes fields away; the payloads behind them count as gone from then on.

@@ -274,6 +274,24 @@ class TailReplayRedisL2(L2AdapterInterface):  # type: ignore[misc]  # untyped ba
             deleted = [key for key, ok in zip(keys, task.succeeded, strict=True) if ok]
             self._notify_keys_deleted(deleted, [0] * len(deleted))
 
+    def renew(self, keys: Sequence[ObjectKey]) -> list[bool | None]:
+        """Give values a new life, and wait for it; says which are there, None = not known."""
+        finished = threading.Event()
+        there: list[bool | None] = [None] * len(keys)
+        task = _Task(keys, lambda _: finished.set())
+
+        def answered(positions: Sequence[int]) -> Callable[[Sequence[bool] | None], None]:
+            def done(found: Sequence[bool] | None) -> None:
+                for position, is_there in zip(positions, found or (), strict=found is not None):
+                    there[position] = is_there
+                task.answer(positions, [True] * len(positions))
+
+            return done
+
+        for shard, positions in self._by_shard(keys).items():
+            shard.renew([self._redis_key(keys[p]) for p in positions], done=answered(positions))
+        return list(there) if finished.wait(_DELETE_TIMEOUT_S) else [None] * len(keys)
+
     def report_status(self) -> dict[str, Any]:
         """Report each server; healthy only while the last contact with every one worked."""
         shards = [shard.status() for shard in self._shards]

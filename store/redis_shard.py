@@ -155,6 +155,10 @@ class RedisShard:
         """Delete keys; `done(False)` when the server was not there to do it."""
         self._submit_control(lambda connection: done(self._delete(connection, keys)))
 
+    def renew(self, keys: Sequence[bytes], *, done: Callable[[list[bool] | None], None]) -> None:
+        """Let values live as long as new ones; says for each whether it is there, as `lookup`."""
+        self._submit_control(lambda connection: done(self._renew(connection, keys)))
+
     def status(self) -> dict[str, object]:
         """Report whether the last contact worked, why not, and the counters."""
         link = self._link.status()
@@ -290,6 +294,13 @@ class RedisShard:
             return None
         self._count(lookups=len(keys), lookup_hits=sum(found))
         return found
+
+    def _renew(self, connection: RespConnection, keys: Sequence[bytes]) -> list[bool] | None:
+        ttl_ms = self._settings.ttl_s * 1000
+        try:
+            return self._link.attempt(connection, lambda c: c.expire(keys, ttl_ms=ttl_ms))
+        except RespError:
+            return None
 
     def _delete(self, connection: RespConnection, keys: Sequence[bytes]) -> bool:
         try:

@@ -145,6 +145,19 @@ class RespConnection:
         """Say for each key whether it is there, in one round trip."""
         return [reply == 1 for reply in self.pipeline([(b"EXISTS", key) for key in keys])]
 
+    def expire(self, keys: Sequence[bytes], *, ttl_ms: int) -> list[bool]:
+        """Let keys expire after `ttl_ms`, in one round trip; say for each whether it is there.
+
+        Raises:
+            RespError: the server refused one of them, or the connection failed.
+        """
+        life = b"%d" % ttl_ms
+        replies = self.pipeline([(b"PEXPIRE", key, life) for key in keys])
+        for reply in replies:
+            if isinstance(reply, RespError):
+                raise reply
+        return [reply == 1 for reply in replies]
+
     def delete(self, keys: Sequence[bytes]) -> int:
         """Delete keys and return how many there were."""
         return sum(reply == 1 for reply in self.pipeline([(b"DEL", key) for key in keys]))

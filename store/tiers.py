@@ -244,6 +244,18 @@ class Tiers:
         with self._lock:
             return sum(object_key(name) in self._doomed for name in names)
 
+    def renew(self, names: Sequence[ObjectName]) -> list[bool | None]:
+        """Give objects in Redis a new life.
+
+        Returns:
+            For each whether it is there; None when that can not be said now.
+        """
+        if self._redis is None or not names:
+            return [None] * len(names)
+        renewed: list[bool | None] = self._redis.renew([object_key(name) for name in names])
+        # Elsewhere nothing expires, and what Redis lacks may be there.
+        return [found or None for found in renewed] if self._behind[1:] else renewed
+
     def redis_status(self) -> dict[str, Any]:
         """Report how Redis is doing.
 
