@@ -142,8 +142,13 @@ class RespConnection:
         return replies
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """Say for each key whether it is there, in one round trip."""
-        return [reply == 1 for reply in self.pipeline([(b"EXISTS", key) for key in keys])]
+        """Say for each key whether it is there, in one round trip.
+
+        Raises:
+            RespError: the server refused one of them, as one does that is still loading its data,
+                or the connection failed.
+        """
+        return self._yes_or_no([(b"EXISTS", key) for key in keys])
 
     def expire(self, keys: Sequence[bytes], *, ttl_ms: int) -> list[bool]:
         """Let keys expire after `ttl_ms`, in one round trip; say for each whether it is there.
@@ -152,15 +157,18 @@ class RespConnection:
             RespError: the server refused one of them, or the connection failed.
         """
         life = b"%d" % ttl_ms
-        replies = self.pipeline([(b"PEXPIRE", key, life) for key in keys])
-        for reply in replies:
-            if isinstance(reply, RespError):
-                raise reply
-        return [reply == 1 for reply in replies]
+        return self._yes_or_no([(b"PEXPIRE", key, life) for key in keys])
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Delete keys and return how many there were."""
         return sum(reply == 1 for reply in self.pipeline([(b"DEL", key) for key in keys]))
+
+    def _yes_or_no(self, commands: Sequence[Sequence[bytes]]) -> list[bool]:
+        replies = self.pipeline(commands)
+        for reply in replies:
+            if isinstance(reply, RespError):
+                raise reply
+        return [reply == 1 for reply in replies]
 
     def get_into(self, key: bytes, parts: Sequence[memoryview]) -> int | None:
         """Read a value into the caller's memory, one part after the other.

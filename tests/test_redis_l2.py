@@ -253,6 +253,18 @@ def test_listeners_hear_why_an_object_did_not_come(driver, redis, redis_server):
     ]
 
 
+def test_a_server_that_refuses_to_say_is_no_server_without(driver, redis):
+    """As one that is still loading its data: what it has is late, not absent."""
+    driver.store((key_of(1), 1000))
+    redis.call(b"ACL", b"SETUSER", b"default", b"-exists", b"-pexpire")
+    assert driver.lookup([key_of(1)]) == [False]
+    assert driver.listener.missed == [(key_of(1), Miss.AWAY)]
+    assert driver.adapter.renew([key_of(1)]) == [None]
+    redis.call(b"ACL", b"SETUSER", b"default", b"+@all")
+    assert driver.lookup([key_of(1)]) == [True]
+    assert driver.adapter.renew([key_of(1), key_of(2)]) == [True, False]
+
+
 def test_a_killed_redis_fails_at_once_and_its_return_is_noticed(open_driver, start_redis):
     server = start_redis(persistent=True)
     driver = open_driver(server.url)
