@@ -12,7 +12,7 @@ from array import array
 from bisect import bisect_left
 from typing import TYPE_CHECKING, NamedTuple
 
-from tailreplay.store.chain import DIGEST_BYTES, common_tokens
+from tailreplay.store.chain import DIGEST_BYTES, STATE_BYTES, common_tokens
 from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS
 from tailreplay.store.prompt import code_bytes, common_codes
 
@@ -58,6 +58,7 @@ class Blocks:
         self.keys: list[bytes] = []
         self.kv = array("i")
         self.pages = array("i")
+        self._states = bytearray()
         self._child = array("i")
         self._many: dict[int, _Children] = {}
         self._free: list[int] = []
@@ -76,6 +77,7 @@ class Blocks:
             self.foreign.append(0)
             self.pages.extend([NONE] * PAGES)
             self.keys.append(b"")
+            self._states += bytes(STATE_BYTES)
         self.parents[row], self.spaces[row], self.firsts[row] = parent, space, first
         self.lengths[row], self.foreign[row], self.keys[row] = length, foreign, key
         if parent != NONE:
@@ -89,6 +91,7 @@ class Blocks:
         self.kv[row] = NONE
         self.pages[row * PAGES : (row + 1) * PAGES] = array("i", [NONE] * PAGES)
         self.keys[row] = b""
+        self.note_state(row, bytes(STATE_BYTES))
         self._free.append(row)
 
     def adopt(self, row: int, codes: bytes) -> None:
@@ -96,6 +99,16 @@ class Blocks:
         self._unlist(row)
         self.keys[row], self.foreign[row] = codes, 0
         self._list(row)
+
+    def note_state(self, row: int, state: bytes) -> None:
+        """Keeps what running digests behind a block go on from; nothing is kept of nothing."""
+        if state:
+            self._states[row * STATE_BYTES : (row + 1) * STATE_BYTES] = state
+
+    def state(self, row: int) -> bytes:
+        """What running digests behind a block go on from; empty if it is not known."""
+        state = bytes(self._states[row * STATE_BYTES : (row + 1) * STATE_BYTES])
+        return state if any(state) else b""
 
     def end(self, row: int) -> int:
         """One past the position of its last token."""

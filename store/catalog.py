@@ -40,6 +40,9 @@ logger = logging.getLogger(__name__)
 
 _MOST_FADING = 4096
 
+_LEARNT = 32
+"""Blocks of a lookup's answer listed under one hold of the lock, two milliseconds."""
+
 _RESTORED = 64
 """Manifests listed under one hold of the lock."""
 
@@ -133,15 +136,19 @@ class Catalog:
         """Longest stored prefix; takes the lock itself."""
         with self._lock:
             found = self._index.match(prompt)
-        known = found.kv_tokens
-        if shared is not None and known < len(prompt):
+            known = found.kv_tokens
             at = known // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
-            beyond = shared.beyond(prompt, at, known - at)
-            if beyond is not None:
-                with self._lock:
-                    self._listing.learn(prompt, beyond)
-                    return self._index.match(prompt)
-        return found
+            if shared is None or known == len(prompt):
+                return found
+            self._index.tell(prompt, found, at)
+        beyond = shared.beyond(prompt, at, known - at)
+        if beyond is None:
+            return found
+        for part in beyond.parts(_LEARNT):
+            with self._lock:
+                self._listing.learn(prompt, part)
+        with self._lock:
+            return self._index.match(prompt)
 
     def peek(self, prompt: Prompt) -> tuple[Match, Path]:
         """As `match`, not counted, and the objects along it."""

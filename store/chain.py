@@ -23,10 +23,15 @@ from cryptography.hazmat.primitives.ciphers.modes import CBC
 from tailreplay.store.objects import PAGE_TOKENS
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from tailreplay.store.tokens import ExtendedTokens
 
 DIGEST_BYTES = 8
 """Bytes of one running digest."""
+
+STATE_BYTES = 16
+"""Bytes of what the running digests of further tokens go on from."""
 
 _CHAIN_KEY = blake3(b"tailreplay prefix chain v1").digest()
 _PAGE_BYTES = PAGE_TOKENS * 8
@@ -98,15 +103,31 @@ def digest_key(namespace: bytes, secret: bytes = b"") -> bytes:
 
 def running_digests(key: bytes, tokens: ExtendedTokens) -> bytes:
     """One 8-byte digest per token, back to back: `8 * n` bytes, each over the prefix up to it."""
+    return sealed_tokens(key, tokens)[:, 0].tobytes()
+
+
+def sealed_tokens(
+    key: bytes, tokens: ExtendedTokens, state: bytes = bytes(STATE_BYTES)
+) -> npt.NDArray[np.uint64]:
+    """What the cipher makes of tokens, `[n, 2]` uint64.
+
+    Args:
+        key: as of `digest_key`.
+        tokens: extended tokens `[n]`.
+        state: row of the token before them, 16 bytes; zeros at the start of a prompt.
+
+    Returns:
+        A row per token: its running digest, then the rest of the state after it.
+    """
     if not len(tokens):
-        return b""
+        return np.empty((0, 2), np.uint64)
     blocks = np.zeros((len(tokens), 2), "<u8")
     blocks[:, 0] = tokens
     # Of its own size, since the cipher wants room for a block more than it writes.
     sealed = np.empty((len(tokens) + 1, 2), "<u8")
-    encryptor = Cipher(AES(key), CBC(bytes(16))).encryptor()
+    encryptor = Cipher(AES(key), CBC(state)).encryptor()
     encryptor.update_into(blocks.data.cast("B"), sealed.data.cast("B"))
-    return sealed[:-1, 0].tobytes()
+    return sealed[:-1]
 
 
 def common_tokens(a: bytes, b: bytes) -> int:

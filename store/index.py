@@ -124,6 +124,7 @@ class TokenIndex:
                 for page in range(first, block_end, PAGE_TOKENS)
             ]
             at = self._add(space, at, names, prompt.codes(first, block_end), block_end - first)
+            self.blocks.note_state(at, prompt.state_at(block_end))
         return Node(self, at)
 
     def absent_blocks(self, prompt: Prompt, end_token: int) -> int:
@@ -162,14 +163,24 @@ class TokenIndex:
     def block(self, prompt: Prompt, node: Node) -> Block:
         """What a manifest must say of a block of a prompt, so that `restore` can put it back."""
         parent = self.blocks.parents[node.row]
+        digests = prompt.digests_of(node.first_token, node.end_token)
+        self.blocks.note_state(node.row, prompt.state_at(node.end_token))
         return Block(
             prompt.namespace,
             self.name(node.row),
             self.name(parent) if parent != NONE else b"",
             node.first_token,
-            prompt.digests_of(node.first_token, node.end_token),
+            digests,
             tuple(self.objects.name(page) for page in self._pages(node.row)),
         )
+
+    def tell(self, prompt: Prompt, found: Match, at_token: int) -> None:
+        """Tells a prompt what the index knows of it at a block's end, so that it works out less."""
+        if at_token:
+            row = found.rows[at_token // KV_BLOCK_TOKENS - 1]
+            prompt.chain.know(at_token, self.name(row))
+            if state := self.blocks.state(row):
+                prompt.resume(at_token, state)
 
     def extended_by(self, record: Record) -> Path:
         """What the longest shorter sibling has that this object's block goes on from."""
@@ -390,6 +401,7 @@ class TokenIndex:
         """Knows a foreign block by its tokens, if a prompt has them all."""
         if self.blocks.foreign[row] and self.blocks.lengths[row] == shared:
             self.blocks.adopt(row, prompt.codes(first, first + shared))
+            self.blocks.note_state(row, prompt.state_at(first + shared))
 
     def _known(self, space: _Space, prompt: Prompt, end: int) -> int:
         """The block of a prompt that ends at a token; known by its tokens from here on."""

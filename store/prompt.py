@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tailreplay.store.chain import DIGEST_BYTES, PrefixChain, running_digests
+from tailreplay.store.chain import STATE_BYTES, PrefixChain, sealed_tokens
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -54,7 +54,10 @@ class Prompt:
         self.tokens = tokens
         self._key = key
         self._codes, self._offsets = _encode(tokens)
-        self._digests: bytes | None = None
+        # What is known of the running digests: of the tokens from `_sealed_from` on, once asked.
+        self._sealed: npt.NDArray[np.uint64] | None = None
+        self._sealed_from = 0
+        self._state = bytes(STATE_BYTES)
         self._chain: PrefixChain | None = None
 
     def __len__(self) -> int:
@@ -66,16 +69,38 @@ class Prompt:
             return self._codes[first * CODE_BYTES : end * CODE_BYTES]
         return self._codes[int(self._offsets[first]) : int(self._offsets[end])]
 
+    def resume(self, at_token: int, state: bytes) -> None:
+        """Takes over how the running digests go on at a token, so that those before are not needed.
+
+        Args:
+            at_token: how many tokens are before.
+            state: as of `state_at`.
+        """
+        if self._sealed is None:
+            self._sealed_from, self._state = at_token, state
+
     @property
     def digests(self) -> bytes:
         """Running digests of all tokens, back to back."""
-        if self._digests is None:
-            self._digests = running_digests(self._key, self.tokens)
-        return self._digests
+        return self.digests_of(0, len(self))
 
     def digests_of(self, first: int, end: int) -> bytes:
         """Running digests of tokens [first, end)."""
-        return self.digests[first * DIGEST_BYTES : end * DIGEST_BYTES]
+        sealed = self._sealed
+        if sealed is None or first < self._sealed_from:
+            if first < self._sealed_from:
+                self._sealed_from, self._state = 0, bytes(STATE_BYTES)
+            tokens = self.tokens[self._sealed_from :]
+            sealed = self._sealed = sealed_tokens(self._key, tokens, self._state)
+        start = self._sealed_from
+        return sealed[first - start : end - start, 0].tobytes()
+
+    def state_at(self, end_token: int) -> bytes:
+        """What running digests behind a token go on from; empty if none were asked for there."""
+        if self._sealed is None or end_token <= self._sealed_from:
+            return b""
+        state: bytes = self._sealed[end_token - 1 - self._sealed_from].tobytes()
+        return state
 
     @property
     def chain(self) -> PrefixChain:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind, ObjectName
+from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind, ObjectName, Provenance
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -91,23 +91,31 @@ class RedisListing:
         return len(gone), following
 
     def _list(self, namespace: bytes, node: Node, entries: Sequence[Entry]) -> int:
-        listed = 0
+        listed, kv, hidden = 0, node.kv, node.hidden
         for entry in entries:
-            record = self._record(namespace, node, entry)
-            if record is None or record.exists:
-                continue
-            record.size, record.provenance = entry.size, entry.provenance
-            record.tail_figures = entry.tail_figures
-            record.redis_until_s = self._clock() + (entry.life_s or _LEARNT_LIFE_S)
-            self._place(record, in_redis=True)
-            listed += 1
+            record: Record | None
+            if entry.kind is Kind.KV:
+                record = kv
+            elif entry.kind is Kind.HIDDEN:
+                record = hidden[entry.page] if entry.page < len(hidden) else None
+            else:
+                name = ObjectName(namespace, Kind.CHECKPOINT, entry.state_hash)
+                record = self._index.checkpoint(node, name, entry.end_token, entry.state_digest)
+            if record is not None and _is_news(record, entry):
+                self._note(record, entry)
+                listed += 1
         return listed
 
-    def _record(self, namespace: bytes, node: Node, entry: Entry) -> Record | None:
-        if entry.kind is Kind.KV:
-            return node.kv
-        if entry.kind is Kind.HIDDEN:
-            hidden = node.hidden
-            return hidden[entry.page] if entry.page < len(hidden) else None
-        name = ObjectName(namespace, Kind.CHECKPOINT, entry.state_hash)
-        return self._index.checkpoint(node, name, entry.end_token, entry.state_digest)
+    def _note(self, record: Record, entry: Entry) -> None:
+        if record.exists:  # what was known of it is approximate, and its size may be another
+            self._place(record, in_redis=False)
+        record.size, record.provenance = entry.size, entry.provenance
+        record.tail_figures = entry.tail_figures
+        record.redis_until_s = self._clock() + (entry.life_s or _LEARNT_LIFE_S)
+        self._place(record, in_redis=True)
+
+
+def _is_news(record: Record, entry: Entry) -> bool:
+    """Whether Redis has an object that no tier had, or better than Redis was known to have it."""
+    better = record.provenance is Provenance.APPROXIMATE and entry.provenance is Provenance.EXACT
+    return not record.exists or (better and not record.in_cpu)

@@ -31,7 +31,7 @@ from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind
 from tailreplay.store.redis_servers import Question
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from tailreplay.store.manifest import Entry
     from tailreplay.store.manifest_seal import Seal
@@ -78,6 +78,16 @@ class Beyond(NamedTuple):
     whole: list[Found]
     last: Found | None
 
+    def parts(self, blocks: int) -> Iterator[Beyond]:
+        """The same, so many whole blocks at a time, to be taken in one after another."""
+        for at in range(0, max(1, len(self.whole)), blocks):
+            yield Beyond(
+                self.at_token + at * KV_BLOCK_TOKENS,
+                [] if at else self.states,
+                self.whole[at : at + blocks],
+                self.last if at + blocks >= len(self.whole) else None,
+            )
+
 
 class SharedIndex:
     """Asks Redis. Thread-safe.
@@ -107,7 +117,7 @@ class SharedIndex:
         # again, and counts.
         self._lock = threading.Lock()
         self._quiet_until = -math.inf
-        self._asked: dict[bytes, float] = {}
+        self._asked: dict[int, float] = {}
         self._counts: Counter[str] = Counter()
 
     def beyond(self, prompt: Prompt, at_token: int, shared_tokens: int) -> Beyond | None:
@@ -119,7 +129,8 @@ class SharedIndex:
             shared_tokens: tokens behind that which a known block shares.
         """
         end = min(at_token + KV_BLOCK_TOKENS, len(prompt))
-        question = prompt.namespace + prompt.digests_of(end - 1, end)
+        parent = prompt.chain.prefix_hash(at_token)
+        question = hash((prompt.namespace, parent, prompt.codes(at_token, end)))
         if not self._may_ask(question):
             return None
         walk = _Walk(self._servers, self._prefix, prompt, self._clock, self._timeout_s, self._seal)
@@ -143,7 +154,7 @@ class SharedIndex:
         """Closes the connections."""
         self._servers.close()
 
-    def _may_ask(self, question: bytes) -> bool:
+    def _may_ask(self, question: int) -> bool:
         now = self._clock()
         with self._lock:
             if now < self._quiet_until or now < self._asked.get(question, now):

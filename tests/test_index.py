@@ -252,6 +252,20 @@ def test_a_block_read_of_in_redis_is_no_prompt_s_that_leaves_it(m):
         assert match(index, branch(BASE, n - 1, range(300))).matched_tokens == n - 1
 
 
+def test_a_prompt_is_told_what_the_index_knows_of_its_first_blocks():
+    index = TokenIndex()
+    writer, reader = Prefix(SPACE, BASE[:1000]), Prefix(SPACE, branch(BASE, 900, range(500)))
+    store(index, writer, Kind.KV)
+    first = writer.prompt
+    index.block(first, index.insert(first, 768))  # as for its manifest, which needs digests
+    asked = reader.prompt
+    found = index.match(asked)
+    index.tell(asked, found, 768)
+    assert asked.digests_of(768, 1024) == reader.digests[8 * 768 : 8 * 1024]
+    assert asked.state_at(768) == b"", "the digests before were not worked out"
+    assert asked.chain.prefix_hash(1100) == reader.chain.prefix_hash(1100)
+
+
 def test_what_a_block_says_of_itself_puts_it_back():
     index, copy = TokenIndex(), TokenIndex()
     prefix = Prefix(SPACE, BASE[:600])

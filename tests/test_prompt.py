@@ -48,3 +48,16 @@ def test_codes_sort_with_no_run_between_two_that_share_more(a, b):
 @pytest.mark.parametrize(("ids", "size"), [([0, WIDE - 1], 8), ([WIDE], 12), ([5, 1 << 40], 16)])
 def test_a_plain_token_takes_four_bytes_and_a_wide_one_twelve(ids, size):
     assert len(prompt(ids).codes(0, len(ids))) == size
+
+
+@given(st.lists(st.integers(0, 1 << 40), min_size=2, max_size=80), st.data())
+def test_digests_go_on_from_a_state_as_if_all_were_there(ids, data):
+    at = data.draw(st.integers(1, len(ids) - 1))
+    whole, later = prompt(ids), prompt(ids)
+    assert whole.state_at(at) == b""
+    digests = whole.digests
+    later.resume(at, whole.state_at(at))
+    assert later.digests_of(at, len(ids)) == digests[8 * at :]
+    assert later.state_at(len(ids)) == whole.state_at(len(ids))
+    assert later.state_at(at) == b""
+    assert later.digests == digests, "asked for all of them, it works all of them out"

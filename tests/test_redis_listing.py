@@ -97,6 +97,34 @@ def test_what_was_read_in_a_lookup_is_asked_for_again_after_ten_minutes(listed):
     assert listed.matched(prompt) == 0
 
 
+def test_an_exact_object_in_redis_takes_the_place_of_an_approximate_one_there(listed):
+    prompt = prompt_of(1, 1)
+    source = TokenIndex()
+    block = source.block(prompt, source.insert(prompt, 256))
+
+    def learn(size: int, provenance: Provenance) -> tuple[int, Provenance]:
+        found = Found(block, [Entry("k", size, provenance)])
+        listed.listing.learn(prompt, Beyond(0, [], [found], None))
+        record = next(r for r in listed.index.records() if r.exists)
+        return record.size, record.provenance
+
+    assert learn(100, Provenance.APPROXIMATE) == (100, Provenance.APPROXIMATE)
+    assert learn(120, Provenance.EXACT) == (120, Provenance.EXACT)
+    assert learn(100, Provenance.APPROXIMATE) == (120, Provenance.EXACT)
+
+
+def test_an_answer_in_parts_is_the_whole_answer(listed):
+    prompt = prompt_of(1, 7)
+    source = TokenIndex()
+    blocks = [source.block(prompt, source.insert(prompt, end)) for end in range(256, 1793, 256)]
+    found = [Found(block, [Entry("k", 100, Provenance.EXACT)]) for block in blocks]
+    parts = list(Beyond(0, [], found[:6], found[6]).parts(4))
+    assert [len(part.whole) for part in parts] == [4, 2]
+    for part in parts:
+        listed.listing.learn(prompt, part)
+    assert listed.matched(prompt) == 7 * 256
+
+
 def test_above_its_size_the_index_forgets_what_expires_first():
     listed = Listed(max_blocks=100)
     for number in range(30):
