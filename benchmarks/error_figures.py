@@ -27,7 +27,8 @@ from torch import Tensor
 from tailreplay.connector.client import StoreClient
 from tailreplay.connector.hf import CachePolicy, HybridEngine
 from tailreplay.connector.hf_model import HybridModel
-from tailreplay.connector.plan import CONV_ROWS, stored_prefix
+from tailreplay.connector.plan import CONV_ROWS
+from tailreplay.connector.stored import stored_prefix
 from tailreplay.connector.tail_figures import BUDGETS, unpack
 from tailreplay.replay.tail_error import tried_lengths
 from tailreplay.store import serve_in_thread

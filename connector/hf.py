@@ -7,13 +7,14 @@ import secrets
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from blake3 import blake3
 
+from tailreplay.connector.calibration import Calibration
 from tailreplay.connector.client import NotAsked, ObjectBytes, StoreClient, default_address
 from tailreplay.connector.device_load import DeviceLoad
 from tailreplay.connector.device_pool import DevicePool
@@ -23,17 +24,10 @@ from tailreplay.connector.hf_run import Prefilled, PromptRun
 from tailreplay.connector.identity import MAX_DIGESTED_BYTES, model_semantics
 from tailreplay.connector.load import Load, LoadFailed
 from tailreplay.connector.payload import PayloadCodec
-from tailreplay.connector.plan import (
-    NOTHING,
-    FetchPlan,
-    ModelShape,
-    StoredPrefix,
-    plan_fetch,
-    plan_put,
-    stored_prefix,
-)
+from tailreplay.connector.plan import FetchPlan, ModelShape, plan_fetch, plan_put, plan_repair
 from tailreplay.connector.policy import CachePolicy
 from tailreplay.connector.report import Report
+from tailreplay.connector.stored import NOTHING, StoredPrefix, stored_prefix
 from tailreplay.connector.tail_figures import pack, unpack
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.replay.tail_error import span_tails
@@ -50,6 +44,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tailreplay.replay.linear_state import LinearState
     from tailreplay.store.tokens import ExtendedTokens
 
 __all__ = ["CachePolicy", "Generation", "HybridEngine", "UnsupportedModel", "guard_triton"]
@@ -90,6 +85,9 @@ class HybridEngine:
         weights_id: identity of the weights. None = digest of the weights up to 1 GiB; larger
             models then share with no other process.
         tokenizer_id: identity of the tokenizer.
+
+    Attributes:
+        calibration: how wrong the tails that `auto` chose have been.
 
     Raises:
         UnsupportedModel: the model is of no family that is known to work, or not in eval mode.
@@ -133,6 +131,7 @@ class HybridEngine:
             if self.policy.device_pool_bytes
             else None
         )
+        self.calibration = Calibration()
         self._busy = threading.Lock()
         self._putter = ThreadPoolExecutor(1, thread_name_prefix="tailreplay-put")
         # Guarded by _busy: whether it is closed, and write-backs that have not ended.
@@ -205,13 +204,17 @@ class HybridEngine:
         run = PromptRun(self._model, self._codec, ids, policy.prefill_chunk_tokens, report)
         stored = self._match(prompt)
         policy = prompt.policy
-        plan = plan_fetch(stored, len(tokens), policy, self._shape)
+        budget = self.calibration.budget(policy.error_budget)
+        within = policy.model_copy(update={"error_budget": budget})
+        plan = plan_fetch(stored, len(tokens), within, self._shape)
         report.planned(plan)
         outcome = self._run(run, plan, stored, prompt)
         report.first_token(outcome.load.bytes_by_tier() if outcome.load is not None else {})
         if policy.mode != "off":
             self._put_later(run, outcome, prompt)
         generated = run.decode(outcome.done, max_new_tokens)
+        if outcome.done.approximate is not None and policy.exact_repair:
+            self._repair_later(outcome, prompt)
         return Generation(generated, outcome.done.logits, report.as_dict())
 
     def _match(self, prompt: _Prompt) -> StoredPrefix:
@@ -310,6 +313,44 @@ class HybridEngine:
         except TailReplayError as error:
             logger.warning("the store refused a prompt: %s", error)
 
+    def _repair_later(self, outcome: _Outcome, prompt: _Prompt) -> None:
+        """Hands an approximate hit to the write-back thread, if that has nothing better to do."""
+        self._puts = {put for put in self._puts if not put.done()}
+        plan = plan_repair(outcome.stored, outcome.plan.used_tokens, self._shape)
+        if plan is not None and not self._puts:
+            own = replace(prompt, report=Report(secrets.token_hex(8), len(prompt.tokens)))
+            self._puts.add(self._putter.submit(self._repair, plan, outcome, own))
+
+    def _repair(self, plan: FetchPlan, outcome: _Outcome, prompt: _Prompt) -> None:
+        """Rebuilds the state at a tail's boundary exactly, stores it, and notes the tail's error.
+
+        The next request there starts from it; a failure is logged and nothing else.
+        """
+        ids = torch.as_tensor(prompt.tokens.astype("int64"), device=self._model.device)
+        run = PromptRun(self._model, self._codec, ids, 0, prompt.report)
+        load, m = self._load(plan, prompt), plan.used_tokens
+        try:
+            if load.ranges:
+                self._start(load, outcome.stored)
+            states = run.rebuild(plan, load)
+            pack = partial(self._codec.pack_checkpoint, states)
+            state = self._object(prompt.chain, Kind.CHECKPOINT, m - 1, m, pack)
+            self._client.put(
+                self.namespace,
+                prompt.tokens[:m],
+                [state],
+                timeout_s=prompt.policy.put_timeout_s,
+                tenant=self._tenant,
+            )
+        except (LoadFailed, TailReplayError) as failure:
+            load.cancel()
+            logger.debug("a state was not repaired: %s", failure)
+            return
+        error = _largest_error(outcome.done.approximate or states, states)
+        logger.debug("a tail that ends at token %d was off by %.3g", m, error)
+        if outcome.plan.budget is not None:
+            self.calibration.observe(outcome.plan.budget, error)
+
     def _objects(
         self, done: Prefilled, stored: StoredPrefix, prompt: _Prompt
     ) -> Iterator[ObjectBytes]:
@@ -403,6 +444,12 @@ class _Outcome:
     plan: FetchPlan
     stored: StoredPrefix
     load: Load | DeviceLoad | None
+
+
+def _largest_error(got: dict[int, LinearState], wanted: dict[int, LinearState]) -> float:
+    """Relative error of the layer whose recurrent state is off most."""
+    pairs = [(got[layer].recurrent, state.recurrent) for layer, state in wanted.items()]
+    return max(float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in pairs)
 
 
 def _event_name(name: str, wanted: pb.Range) -> str:

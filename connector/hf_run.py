@@ -43,6 +43,7 @@ class Prefilled:
         hidden_from: position of the first hidden row.
         states: exact states, by number of tokens seen.
         trace: decays and norms of states in what was prefilled.
+        approximate: the states that a tail gave; None where they were exact.
     """
 
     cache: DynamicCache
@@ -52,6 +53,7 @@ class Prefilled:
     hidden_from: int
     states: dict[int, States]
     trace: DecayTrace
+    approximate: States | None = None
 
 
 class PromptRun:
@@ -93,9 +95,12 @@ class PromptRun:
         wait_kv = self._install_kv(cache, plan, load)
         states = self._load_states(plan, load)
         kept: dict[int, States] = {}
+        approximate = None
         if plan.replay_first is not None:
             self._replay(cache, plan, load, states)
-            if plan.exact and plan.checkpoint_token != plan.used_tokens:
+            if not plan.exact:
+                approximate = self._model.states(cache)
+            elif plan.checkpoint_token != plan.used_tokens:
                 kept[plan.used_tokens] = self._model.states(cache)
         elif plan.prefill_from:
             self._model.set_states(cache, states or self._zero_states())
@@ -103,7 +108,18 @@ class PromptRun:
             cache, plan.prefill_from, plan.matched_tokens, plan.exact, before_fa=wait_kv
         )
         done.states |= kept
+        done.approximate = approximate
         return done
+
+    def rebuild(self, plan: FetchPlan, load: Load | DeviceLoad) -> States:
+        """The exact states at a boundary, as `plan_repair` plans it.
+
+        Raises:
+            LoadFailed: a part of it does not come.
+        """
+        cache = self._model.new_cache()
+        self._replay(cache, plan, load, self._load_states(plan, load))
+        return self._model.states(cache)
 
     def hidden_with_loaded(
         self, done: Prefilled, plan: FetchPlan, load: Load | DeviceLoad

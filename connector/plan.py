@@ -1,6 +1,6 @@
 """What to do with a hit: pure decisions, no I/O, no tensors.
 
-`stored_prefix` reads a Match answer, `plan_fetch` decides boundary, mode, checkpoint, tail and the
+`plan_fetch` decides boundary, mode, checkpoint, tail and the
 order of loading, `plan_put` what is worth sending back.
 """
 
@@ -10,12 +10,13 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
+from tailreplay.connector.stored import StoredCheckpoint, StoredPrefix
 from tailreplay.connector.tail_figures import tails_within
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from tailreplay.connector.policy import CachePolicy
 
@@ -23,56 +24,6 @@ CONV_ROWS = 3
 """Rows replayed in front of the tail, so that conv windows inside it see real inputs."""
 
 UsedMode = Literal["exact", "tail", "zero", "off", "miss"]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredCheckpoint:
-    """A state the store has.
-
-    Attributes:
-        token: tokens it has seen.
-        prefix_hash: its name.
-    """
-
-    token: int
-    prefix_hash: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class StoredPrefix:
-    """What a store holds of one prompt; only exact payload counts.
-
-    Attributes:
-        matched_tokens: longest stored prefix, not yet cut to the prompt.
-        leaf: names the path.
-        kv_tokens: tokens from 0 on whose exact keys and values exist without a hole.
-        inexact_tokens: tokens after those whose keys and values exist but are approximate.
-        hidden: ascending, disjoint spans [first, end) of tokens whose exact hiddens exist.
-        checkpoints: exact states, ascending by token.
-        tail_figures: of a tail that ends at a token, or in that token's page.
-    """
-
-    matched_tokens: int
-    leaf: bytes = b""
-    kv_tokens: int = 0
-    inexact_tokens: int = 0
-    hidden: tuple[tuple[int, int], ...] = ()
-    checkpoints: tuple[StoredCheckpoint, ...] = ()
-    tail_figures: Mapping[int, bytes] = field(default_factory=dict)
-
-    def figures_at(self, token: int) -> bytes:
-        """Tail figures of a tail that ends at `token`; empty where there are none."""
-        for end, figures in self.tail_figures.items():
-            if 0 < token <= end and _page(token) == _page(end):
-                return figures
-        return b""
-
-    def has_hidden(self, first: int, end: int) -> bool:
-        """Whether the hiddens of [first, end) exist."""
-        return first >= end or any(a <= first and end <= b for a, b in self.hidden)
-
-
-NOTHING = StoredPrefix(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +57,7 @@ class FetchPlan:
         checkpoint: state to start from; None = zero state.
         replay_first: first row of the hiddens to replay, up to `prefill_from`; None = no replay.
         replay_firsts: the same for each replay group, where they differ; else empty.
+        budget: relative error of the states that the tails were chosen for; None if for none.
         tail_wanted: the longest tail that the error figures ask for; None where they were not
             read, or are not known.
         ranges: what to load, in order.
@@ -121,6 +73,7 @@ class FetchPlan:
     checkpoint: StoredCheckpoint | None = None
     replay_first: int | None = None
     replay_firsts: tuple[int, ...] = ()
+    budget: float | None = None
     tail_wanted: int | None = None
     ranges: tuple[pb.Range, ...] = ()
     late_ranges: int = 0
@@ -149,28 +102,6 @@ class FetchPlan:
         return [number for number, wanted in enumerate(self.ranges) if int(wanted.kind) == kind]
 
 
-def stored_prefix(answer: pb.MatchResponse) -> StoredPrefix:
-    """Reads a Match answer."""
-    exact = pb.PROVENANCE_EXACT
-    kv = [(r.first_token, r.end_token) for r in answer.runs if _is(r, Kind.KV, exact)]
-    hidden = [(r.first_token, r.end_token) for r in answer.runs if _is(r, Kind.HIDDEN, exact)]
-    any_kv = [(r.first_token, r.end_token) for r in answer.runs if int(r.kind) == Kind.KV]
-    kv_tokens = _covered(kv)
-    return StoredPrefix(
-        answer.matched_tokens,
-        answer.leaf,
-        kv_tokens,
-        _covered(any_kv) - kv_tokens,
-        tuple(_merged(hidden)),
-        tuple(
-            StoredCheckpoint(c.token, c.prefix_hash)
-            for c in answer.checkpoints
-            if c.provenance == exact
-        ),
-        {r.end_token: r.tail_figures for r in answer.runs if r.tail_figures},
-    )
-
-
 def plan_fetch(
     stored: StoredPrefix, prompt_tokens: int, policy: CachePolicy, shape: ModelShape
 ) -> FetchPlan:
@@ -186,6 +117,28 @@ def plan_fetch(
         return FetchPlan("miss", True, matched, lost=lost)
     plan = _MODES[policy.mode](stored, usable, policy, shape)
     return replace(plan, matched_tokens=matched, lost=_added(plan.lost, lost))
+
+
+def plan_repair(stored: StoredPrefix, boundary: int, shape: ModelShape) -> FetchPlan | None:
+    """How the exact state at an approximate hit's boundary is rebuilt; None where it can not be.
+
+    From the nearest checkpoint, or from the first token, by hiddens; nothing else is loaded.
+    """
+    behind = [c for c in stored.checkpoints if c.token < boundary]
+    checkpoint = behind[-1] if behind else None
+    start = checkpoint.token if checkpoint is not None else 0
+    if not shape.hidden_sources or not stored.has_hidden(start, boundary):
+        return None
+    plan = FetchPlan(
+        "exact",
+        True,
+        boundary,
+        used_tokens=boundary,
+        prefill_from=boundary,
+        checkpoint=checkpoint,
+        replay_first=start,
+    )
+    return replace(plan, ranges=(*_state_ranges(plan), *_hidden_ranges(plan, shape)))
 
 
 def plan_put(
@@ -314,6 +267,7 @@ def _plan_within_budget(
             prefill_from=boundary,
             replay_first=boundary - max(rows),
             replay_firsts=tuple(boundary - k for k in rows) if by_group else (),
+            budget=policy.error_budget,
             tail_wanted=max(tails),
             lost={"hidden_missing": usable - boundary} if boundary < usable else {},
         )
@@ -345,11 +299,6 @@ def _with_conv(tail: int, boundary: int) -> int:
     return min(boundary, tail + CONV_ROWS)
 
 
-def _page(token: int) -> int:
-    """The page in which a prefix of `token` tokens ends."""
-    return (token - 1) // PAGE_TOKENS
-
-
 def _tail_boundary(stored: StoredPrefix, usable: int, policy: CachePolicy) -> int:
     """Largest boundary, at most `usable`, whose tail of hiddens exists; 0 if there is none."""
     for first, end in reversed(stored.hidden):
@@ -365,17 +314,7 @@ def _with_ranges(plan: FetchPlan, stored: StoredPrefix, shape: ModelShape) -> Fe
     Last comes what only the write-back needs: the hiddens at the start of the page in which the
     model starts to compute, without which that page could not be stored.
     """
-    ranges = []
-    if plan.checkpoint is not None:
-        end, name = plan.checkpoint.token, plan.checkpoint.prefix_hash
-        ranges.append(_range(Kind.CHECKPOINT, end - 1, end, prefix_hash=name))
-    if plan.replay_first is not None:
-        one_first = [plan.replay_first] * shape.hidden_sources
-        firsts = plan.replay_firsts[-shape.hidden_sources :] or one_first
-        for source in range(shape.hidden_sources):
-            ranges.append(
-                _range(Kind.HIDDEN, firsts[source], plan.prefill_from, first=source, units=1)
-            )
+    ranges = [*_state_ranges(plan), *_hidden_ranges(plan, shape)]
     if plan.prefill_from:
         for layer in range(shape.fa_layers):
             first = layer * shape.kv_heads
@@ -392,6 +331,21 @@ def _with_ranges(plan: FetchPlan, stored: StoredPrefix, shape: ModelShape) -> Fe
         ranges.append(_range(Kind.HIDDEN, page, plan.prefill_from))
         late = 1
     return replace(plan, ranges=tuple(ranges), late_ranges=late)
+
+
+def _state_ranges(plan: FetchPlan) -> Iterator[pb.Range]:
+    if plan.checkpoint is not None:
+        end, name = plan.checkpoint.token, plan.checkpoint.prefix_hash
+        yield _range(Kind.CHECKPOINT, end - 1, end, prefix_hash=name)
+
+
+def _hidden_ranges(plan: FetchPlan, shape: ModelShape) -> Iterator[pb.Range]:
+    if plan.replay_first is None:
+        return
+    one_first = (plan.replay_first,) * shape.hidden_sources
+    firsts = plan.replay_firsts[-shape.hidden_sources :] or one_first
+    for source in range(shape.hidden_sources):
+        yield _range(Kind.HIDDEN, firsts[source], plan.prefill_from, first=source, units=1)
 
 
 def _range(
@@ -416,23 +370,3 @@ def _lost_kv(stored: StoredPrefix, matched: int, usable: int) -> dict[str, int]:
 
 def _added(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
     return {reason: a.get(reason, 0) + b.get(reason, 0) for reason in {**a, **b}}
-
-
-def _is(run: pb.Run, kind: Kind, provenance: pb.Provenance.ValueType) -> bool:
-    return int(run.kind) == kind and run.provenance == provenance
-
-
-def _covered(spans: Sequence[tuple[int, int]]) -> int:
-    """Tokens from 0 on that spans cover without a hole."""
-    merged = _merged(spans)
-    return merged[0][1] if merged and merged[0][0] == 0 else 0
-
-
-def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    merged: list[tuple[int, int]] = []
-    for first, end in sorted(spans):
-        if merged and merged[-1][1] >= first:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((first, end))
-    return merged

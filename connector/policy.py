@@ -37,6 +37,9 @@ class CachePolicy(BaseModel):
     max_reprefill_tokens: Annotated[
         int, Field(ge=0, description="longest gap that is prefilled again, not replayed, in tokens")
     ] = 256
+    exact_repair: Annotated[
+        bool, Field(description="whether the state behind a tail is rebuilt exactly when idle")
+    ] = True
     prefill_chunk_tokens: Annotated[
         int, Field(ge=64, description="prefill step, in tokens; a checkpoint is kept after each")
     ] = 1024

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from tailreplay.connector.client import ObjectBytes
-from tailreplay.connector.plan import StoredPrefix, plan_put
+from tailreplay.connector.plan import plan_put
+from tailreplay.connector.stored import StoredPrefix
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.chain import PrefixChain
 from tailreplay.store.errors import StoreUnavailable, TailReplayError

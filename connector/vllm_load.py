@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from tailreplay.connector.client import StoreClient
-    from tailreplay.connector.plan import StoredCheckpoint
+    from tailreplay.connector.stored import StoredCheckpoint
     from tailreplay.connector.vllm_meta import LoadOp
     from tailreplay.connector.vllm_model import ModelDims
     from tailreplay.store.geometry import Geometry

@@ -6,13 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tailreplay.connector.plan import (
-    FetchPlan,
-    ModelShape,
-    StoredCheckpoint,
-    StoredPrefix,
-    plan_fetch,
-)
+from tailreplay.connector.plan import FetchPlan, ModelShape, plan_fetch
+from tailreplay.connector.stored import StoredCheckpoint, StoredPrefix
 from tailreplay.connector.vllm_meta import LOCAL
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from tailreplay.connector.client import StoreClient
-from tailreplay.connector.plan import NOTHING, stored_prefix
+from tailreplay.connector.stored import NOTHING, stored_prefix
 from tailreplay.connector.vllm_config import APPROXIMATE, settings_of
 from tailreplay.connector.vllm_local import LocalStates
 from tailreplay.connector.vllm_meta import (

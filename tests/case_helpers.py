@@ -22,8 +22,9 @@ from tailreplay.connector.hf_model import HybridModel
 from tailreplay.connector.hf_run import Prefilled, PromptRun
 from tailreplay.connector.load import Load
 from tailreplay.connector.payload import PayloadCodec
-from tailreplay.connector.plan import FetchPlan, ModelShape, plan_fetch, stored_prefix
+from tailreplay.connector.plan import FetchPlan, ModelShape, plan_fetch
 from tailreplay.connector.report import Report
+from tailreplay.connector.stored import stored_prefix
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
 from tailreplay.store.catalog import records_on

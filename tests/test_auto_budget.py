@@ -5,13 +5,15 @@ import pytest
 import torch
 from mini_served import corpus, minis
 
+from tailreplay.connector.calibration import Calibration
 from tailreplay.connector.client import StoreClient
 from tailreplay.connector.hf import CachePolicy, HybridEngine
 from tailreplay.connector.hf_model import HybridModel
-from tailreplay.connector.plan import stored_prefix
+from tailreplay.connector.stored import stored_prefix
 from tailreplay.connector.tail_figures import BUDGETS, unpack
 from tailreplay.replay.tail_error import span_tails
 from tailreplay.store import serve_in_thread
+from tailreplay.store.objects import Kind
 from tailreplay.store.tokens import extended_tokens
 
 pytestmark = pytest.mark.model
@@ -136,3 +138,80 @@ def test_figures_of_a_hit_go_on_from_those_it_hit(served):
             assert (found > 0).all()
             # Norms of states are known at other tokens, so the two need not agree to the token.
             assert (found >= 0.5 * wanted).all(), (end, found, wanted)
+
+
+@pytest.fixture
+def junction(request):
+    """A store that has lost its checkpoints, the miniature that forgets, and a text in it."""
+    text = corpus().passage(np.random.default_rng(12), TOKENS, held_back=True).tolist()
+    how = CachePolicy(mode="auto", error_budget=0.3, max_reprefill_tokens=0, **WAIT)
+    with (
+        serve_in_thread(stall_limit_s=60.0) as server,
+        LosesStates(server.address) as client,
+        HybridEngine(minis.load("retrieval"), client, how) as engine,
+    ):
+        engine.generate(text, 1)
+        assert engine.flush(60)
+        client.loses = False
+        yield engine, text
+
+
+class LosesStates(StoreClient):
+    """A client that puts no checkpoints while it `loses` them."""
+
+    loses = True
+
+    def put(self, namespace, tokens, objects, **how):
+        kept = [o for o in objects if not self.loses or o.announce.kind != Kind.CHECKPOINT]
+        return super().put(namespace, tokens, kept, **how)
+
+
+def test_a_junction_that_was_approximate_once_is_exact_from_then_on(junction):
+    engine, text = junction
+    first = engine.generate([*text[:500], 300, 301], 1)
+    assert (first.report["mode"], first.report["used_tokens"]) == ("tail", 500)
+    assert engine.flush(60)
+    second = engine.generate([*text[:500], 302, 303], 1)
+    assert (second.report["mode"], second.report["used_tokens"]) == ("exact", 500)
+    assert second.report["checkpoint_token"] == 500
+    assert second.report["replayed_tokens"] == second.report["recomputed_tokens"] == 0
+    cold = engine.generate([*text[:500], 302, 303], 1, policy=CachePolicy(mode="off"))
+    off_by = (second.first_logits - cold.first_logits).abs().max() / cold.first_logits.abs().max()
+    assert off_by <= 1e-4
+
+
+def test_a_repair_tells_how_wrong_the_tail_was(junction):
+    engine, text = junction
+    for m in (599, 500, 401):  # none has a repaired state behind it
+        engine.generate([*text[:m], 300, 301], 1)
+        assert engine.flush(60)
+    found = engine.calibration.figures()
+    assert found["tails"] == 3
+    assert 0 < found["worst"] < 1.5
+
+
+def test_what_is_not_to_be_repaired_stays_approximate(junction):
+    engine, text = junction
+    how = engine.policy.model_copy(update={"exact_repair": False})
+    for other in (300, 302):
+        out = engine.generate([*text[:500], other, 301], 1, policy=how)
+        assert out.report["mode"] == "tail"
+        assert engine.flush(60)
+    assert engine.calibration.figures()["tails"] == 0
+
+
+def test_figures_are_believed_until_one_tail_in_twenty_breaks_its_budget():
+    calibration = Calibration()
+    for _ in range(19):
+        calibration.observe(0.1, 0.5)
+    assert calibration.budget(0.1) == 0.1  # too few to tell
+    calibration = Calibration()
+    for _ in range(95):
+        calibration.observe(0.1, 0.09)
+    for _ in range(5):
+        calibration.observe(0.1, 0.4)
+    assert calibration.budget(0.1) == 0.1
+    for _ in range(6):
+        calibration.observe(0.1, 0.4)
+    assert calibration.budget(0.1) == pytest.approx(0.025)
+    assert calibration.figures() == {"tails": 106, "within": 95 / 106, "worst": pytest.approx(4)}

@@ -277,7 +277,7 @@ def test_approximate_modes_say_so_and_store_nothing(server, tenant, mode, least,
     with replica(server.address, tenant=tenant) as engine:
         ask(engine, SHORT)
         stored = server.store.stats().stored_bytes
-        out = ask(engine, tokens, policy=policy(mode))
+        out = ask(engine, tokens, policy=policy(mode, exact_repair=False))
         assert out.report["mode"] == mode
         assert_reused(out.report, 257)
         assert out.report["replayed_tokens"] == (67 if mode == "tail" else 0)

@@ -8,18 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailreplay.connector.plan import (
-    NOTHING,
-    ModelShape,
-    StoredCheckpoint,
-    StoredPrefix,
-    plan_fetch,
-    plan_put,
-    prefill_cuts,
-    stored_prefix,
-    tail_rows,
-)
+from tailreplay.connector.plan import ModelShape, plan_fetch, plan_put, prefill_cuts, tail_rows
 from tailreplay.connector.policy import CachePolicy
+from tailreplay.connector.stored import NOTHING, StoredCheckpoint, StoredPrefix, stored_prefix
 from tailreplay.connector.tail_figures import pack, tails_within
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.objects import Kind

@@ -19,10 +19,10 @@ from tailreplay.connector.plan import (
 from tailreplay.connector.policy import CachePolicy
 from tailreplay.store.catalog import Catalog, records_on
 from tailreplay.store.chain import digest_key
-from tailreplay.store.views import Match, Path
 from tailreplay.store.objects import Kind, ObjectName, Provenance
 from tailreplay.store.prompt import Prompt
 from tailreplay.store.record import Record
+from tailreplay.store.views import Match, Path
 
 _SPACE = bytes(32)
 _SHAPE = ModelShape(fa_layers=12, kv_heads=2, hidden_sources=11)
