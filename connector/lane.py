@@ -10,6 +10,7 @@ import logging
 import mmap
 import os
 import select
+import socket
 import threading
 import time
 from functools import partial
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 import grpc
 import numpy as np
 
+from tailreplay.connector.staging import StagingRing
 from tailreplay.connector.step import Step
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.checksum import crc32c_of
@@ -33,6 +35,7 @@ from tailreplay.store.lane_wire import (
     PLACED,
     RECORD_BYTES,
     REQUEST,
+    STAGED,
     VERSION,
     LaneRecord,
     RecordKind,
@@ -44,9 +47,9 @@ from tailreplay.store.lane_wire import (
     send,
     unpack_record,
 )
+from tailreplay.store.put_source import INLINE, OFFSET
 
 if TYPE_CHECKING:
-    import socket
     import ssl
     from collections.abc import Callable, Iterator, Sequence
 
@@ -74,6 +77,8 @@ class LaneSocket:
     def __init__(self, sock: socket.socket, segment: mmap.mmap | None) -> None:
         self.sock = sock
         self.segment = segment
+        self._asked = False
+        self._staging: StagingRing | None = None
         self._hung_up = select.poll()
         self._hung_up.register(sock, select.POLLRDHUP)
 
@@ -88,15 +93,57 @@ class LaneSocket:
 
     def put(self, begin: pb.PutBegin, objects: Sequence[ObjectBytes]) -> pb.PutResponse:
         """Stores objects; those that the store does not want are not packed."""
+        if self.segment is not None and not self._asked:
+            self._asked, self._staging = True, self._stage()
         plan = pb.PutPlan(begin=begin, objects=[item.announce for item in objects])
-        self.request(Request.PUT, plan)
+        self.request(Request.PUT, plan, STAGED if self._staging is not None else 0)
         wanted = receive(self.sock, self._expect(RecordKind.WANTED, len(objects)))
         for item, is_wanted in zip(objects, wanted, strict=True):
-            if is_wanted:
+            if not is_wanted:
+                continue
+            if self._staging is None:
                 send(self.sock, item.parts)
+            else:
+                self._place(self._staging, item)
+        while self._staging:
+            self._taken(self._staging)
         return pb.PutResponse.FromString(
             receive(self.sock, self._expect(RecordKind.DONE, _MAX_ANSWER_BYTES))
         )
+
+    def _stage(self) -> StagingRing | None:
+        """A staging segment of the store's; None where it gives none."""
+        self.sock.sendall(REQUEST.pack(Request.STAGE, 0, 0, 0))
+        data, descriptors, _, _ = socket.recv_fds(self.sock, RECORD_BYTES, 1)
+        try:
+            data += receive(self.sock, RECORD_BYTES - len(data))
+            record = unpack_record(data)
+            if record.kind is not RecordKind.SEGMENT or not record.offset or not descriptors:
+                return None
+            return StagingRing(mmap.mmap(descriptors[0], record.offset))
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _place(self, staging: StagingRing, item: ObjectBytes) -> None:
+        parts = item.parts
+        if sum(memoryview(part).nbytes for part in parts) > staging.size_bytes:
+            send(self.sock, [OFFSET.pack(INLINE), *parts])
+            self._expect_all_taken(staging)
+            return
+        while (offset := staging.place(parts)) is None:
+            self._taken(staging)
+        self.sock.sendall(OFFSET.pack(offset))
+
+    def _expect_all_taken(self, staging: StagingRing) -> None:
+        """Waits for what is placed, and for one object that was sent behind it."""
+        while staging:
+            self._taken(staging)
+        self._expect(RecordKind.TAKEN, 0)
+
+    def _taken(self, staging: StagingRing) -> None:
+        self._expect(RecordKind.TAKEN, 0)
+        staging.taken()
 
     def record(self) -> LaneRecord:
         """The next record; an ERROR is raised as what it stands for."""

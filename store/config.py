@@ -195,6 +195,15 @@ class StoreConfig(BaseSettings):
     max_object_bytes: Annotated[
         int, Field(ge=MIB, description="largest object a client may put, bytes")
     ] = 512 * MIB
+    staging_bytes: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="memory through which an engine of this machine puts objects, bytes; as "
+            "many engines have it as fit in a sixteenth of the pool; 0 = they send them, which "
+            "costs the same where rows are packed by a CPU",
+        ),
+    ] = 0
     max_lanes: Annotated[
         int, Field(ge=0, description="open data lanes; 0 = payload goes through gRPC alone")
     ] = 64

@@ -38,6 +38,7 @@ from tailreplay.store.lane_wire import (
     MAX_REQUEST_BYTES,
     PLACED,
     REQUEST,
+    STAGED,
     VERSION,
     LaneRecord,
     Pace,
@@ -45,9 +46,10 @@ from tailreplay.store.lane_wire import (
     Request,
     hang_up,
     receive,
-    receive_into,
     send,
 )
+from tailreplay.store.put_source import PutSource, SocketSource, StagedSource
+from tailreplay.store.staging import Staging
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -63,7 +65,7 @@ _BACKLOG = 1024
 _MAX_WAITING = 64
 _PAUSE_S = 0.05
 _MAX_OBJECTS = 1 << 17
-_SCRATCH_BYTES = 1 << 20
+_STAGING_SHARE = 16
 _ENDS = (RecordKind.RANGE_END, RecordKind.MISSING, RecordKind.BARRIER)
 _PEER_CREDENTIALS = struct.Struct("3i")
 
@@ -111,6 +113,7 @@ class Lane:
         self._connections: dict[socket.socket, Principal] = {}
         self._busy: set[socket.socket] = set()
         self._draining = False
+        self._stagings: dict[socket.socket, Staging] = {}
         self._listener, self.address = _listener(listen, store.config.access_gid)
         self._threads: list[threading.Thread] = []
         self._acceptor = threading.Thread(target=self._accept, name="lane-accept", daemon=True)
@@ -225,6 +228,9 @@ class Lane:
         with self._lock:
             self._waiting.pop(sock, None)
             self._connections.pop(sock, None)
+            staging = self._stagings.pop(sock, None)
+        if staging is not None:
+            staging.close()
         sock.close()
 
     def _wrapped(self, plain: socket.socket) -> socket.socket:
@@ -290,9 +296,11 @@ class Lane:
                 placed = bool(flags & PLACED) and self._may_map(sock, caller)
                 self._fetch(sock, pb.FetchRequest.FromString(data), placed, caller)
             elif kind == Request.PUT:
-                self._put(sock, pb.PutPlan.FromString(data), caller)
+                self._put(sock, pb.PutPlan.FromString(data), caller, bool(flags & STAGED))
+            elif kind == Request.STAGE:
+                self._stage(sock, caller)
             else:
-                raise InvalidRequest(f"request type {kind}, wanted FETCH or PUT")
+                raise InvalidRequest(f"request type {kind}, wanted FETCH, PUT or STAGE")
         except DecodeError as error:
             raise InvalidRequest(f"request is no message: {error}") from None
 
@@ -338,14 +346,27 @@ class Lane:
                     waiting.clear()
         send(sock, [*waiting, LaneRecord(RecordKind.DONE).pack()])
 
-    def _put(self, sock: socket.socket, plan: pb.PutPlan, caller: Principal) -> None:
+    def _stage(self, sock: socket.socket, caller: Principal) -> None:
+        """Gives a lane a staging segment, if it may map memory and there is any left for that."""
+        size = self._store.config.staging_bytes
+        most = max(size, self._store.tiers.pool_bytes // _STAGING_SHARE)
+        with self._lock:
+            used = sum(staging.size_bytes for staging in self._stagings.values())
+            may = sock not in self._stagings and size and used + size <= most
+            if may and self._may_map(sock, caller):
+                with suppress(OSError):
+                    self._stagings[sock] = Staging(size)
+            staging = self._stagings.get(sock)
+        if staging is None or not may:
+            send(sock, [LaneRecord(RecordKind.SEGMENT).pack()])
+            return
+        record = LaneRecord(RecordKind.SEGMENT, offset=staging.size_bytes).pack()
+        socket.send_fds(sock, [record], [staging.fd])
+
+    def _put(self, sock: socket.socket, plan: pb.PutPlan, caller: Principal, staged: bool) -> None:
         if len(plan.objects) > _MAX_OBJECTS:
             raise LimitExceeded(f"{len(plan.objects)} objects, wanted at most {_MAX_OBJECTS}")
-        pace = Pace(self._store.config.put_stall_limit_s)
-
-        def take(view: memoryview) -> None:
-            receive_into(sock, [view], pace)
-
+        source = self._source(sock, staged)
         with self._store.open_put(plan.begin, caller) as session:
             wanted = bytes(session.claim(item) for item in plan.objects)
             send(sock, [LaneRecord(RecordKind.WANTED, offset=len(wanted)).pack(), wanted])
@@ -353,16 +374,27 @@ class Lane:
             while due:
                 item = due.pop(0)
                 try:
-                    if not session.store(item, take):
-                        _discard(take, item.size_bytes)
+                    if not session.store(item, source.take):
+                        source.skip(item.size_bytes)
                 except TailReplayError:
                     # It was refused once its bytes were here; with the rest still coming, the
                     # client would not hear why.
-                    _discard(take, sum(rest.size_bytes for rest in due))
+                    for rest in due:
+                        source.skip(rest.size_bytes)
                     raise
             answer = session.response.SerializeToString()
         sock.settimeout(self._store.leases.stall_limit_s)
         send(sock, [LaneRecord(RecordKind.DONE, offset=len(answer)).pack(), answer])
+
+    def _source(self, sock: socket.socket, staged: bool) -> PutSource:
+        pace = Pace(self._store.config.put_stall_limit_s)
+        if not staged:
+            return SocketSource(sock, pace)
+        with self._lock:
+            staging = self._stagings.get(sock)
+        if staging is None:
+            raise InvalidRequest("a staged put on a lane that has no staging segment")
+        return StagedSource(sock, pace, staging)
 
 
 def _listener(listen: str, access_gid: int | None) -> tuple[socket.socket, str]:
@@ -403,13 +435,6 @@ def _wait_seen(sock: socket.socket, stall_s: float) -> None:
     kind = REQUEST.unpack(receive(sock, REQUEST.size, Pace(stall_s)))[0]
     if kind != Request.SEEN:
         raise InvalidRequest(f"request type {kind} while placed rows are held, wanted SEEN")
-
-
-def _discard(take: Callable[[memoryview], None], size: int) -> None:
-    scratch = memoryview(bytearray(min(size, _SCRATCH_BYTES)))
-    while size:
-        take(scratch[: min(size, len(scratch))])
-        size -= min(size, len(scratch))
 
 
 def _send_error(sock: socket.socket, error: TailReplayError) -> None:

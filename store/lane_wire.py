@@ -34,6 +34,9 @@ REQUEST = struct.Struct("<BBHI")
 PLACED = 1
 """Flag of a fetch: rows are to be placed in shared memory instead of sent."""
 
+STAGED = 1
+"""Flag of a put: objects lie in the lane's staging segment."""
+
 MAX_REQUEST_BYTES = 16 << 20
 """Largest request, bytes; as large as a message of gRPC."""
 
@@ -56,6 +59,8 @@ class Request(enum.IntEnum):
     """A PutPlan follows; WANTED comes back, the wanted objects' bytes go, and a DONE comes."""
     SEEN = 3
     """Placed rows up to the last BARRIER have been copied; nothing follows."""
+    STAGE = 4
+    """Asks for a staging segment; nothing follows, and SEGMENT comes back."""
 
 
 class RecordKind(enum.IntEnum):
@@ -79,6 +84,11 @@ class RecordKind(enum.IntEnum):
     """Answer to a PUT: a byte per object follows, 1 for those whose bytes are wanted."""
     ERROR = 7
     """The request failed; `code` is the gRPC status, its text of `size` bytes follows."""
+
+    SEGMENT = 9
+    """A staging segment of `offset` bytes, whose descriptor comes with it; 0 bytes = none."""
+    TAKEN = 10
+    """The next object of a staged put has been copied."""
 
 
 class LaneRecord(NamedTuple):

@@ -31,12 +31,16 @@ def put_and_spoil(client, prefix):
     return answer.stored
 
 
-@pytest.mark.parametrize("max_lanes", [64, 0], ids=["lane", "grpc"])
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"staging_bytes": 1 << 20}, {"max_lanes": 0}],
+    ids=["lane", "staged", "grpc"],
+)
 @pytest.mark.parametrize("listen", ["unix", "127.0.0.1:0"])
-def test_stored_bytes_are_those_at_the_time_of_the_call(tmp_path, listen, max_lanes):
+def test_stored_bytes_are_those_at_the_time_of_the_call(tmp_path, listen, how):
     listen = f"unix://{tmp_path}/store.sock" if listen == "unix" else listen
     failed = []
-    with serve_in_thread(listen=listen, max_lanes=max_lanes) as server:
+    with serve_in_thread(listen=listen, **how) as server:
 
         def write(seed):
             with StoreClient(server.address, match_timeout_s=WAIT_S) as client:
