@@ -15,6 +15,7 @@ from torch import Tensor
 
 _LIBRARY: Any = torch.library.Library("tailreplay", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("capture_copy(Tensor rows, Tensor(b!) buffer) -> ()")
+_LIBRARY.define("capture_kv(Tensor key, Tensor value, Tensor(c!) keys, Tensor(d!) values) -> ()")
 _LIBRARY.define("capture_sum(Tensor hidden, Tensor residual, Tensor(b!) buffer) -> ()")
 
 
@@ -23,14 +24,33 @@ def _copy(rows: Tensor, buffer: Tensor) -> None:
     buffer[:count].copy_(rows.reshape(count, *buffer.shape[1:]))
 
 
+def _kv(key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> None:
+    count = key.shape[0]
+    keys[:count].copy_(key.reshape(count, *keys.shape[1:]))
+    values[:count].copy_(value.reshape(count, *values.shape[1:]))
+
+
+def capture_kv(key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Copies a forward's rows into the buffers; by the operator only where it is compiled.
+
+    An operator costs more than its two small copies in a step that decodes.
+    """
+    if torch.compiler.is_compiling():
+        torch.ops.tailreplay.capture_kv(key, value, keys, values)
+    else:
+        _kv(key, value, keys, values)
+
+
 def _sum(hidden: Tensor, residual: Tensor, buffer: Tensor) -> None:
     torch.add(hidden, residual, out=buffer[: hidden.shape[0]])
 
 
 for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("capture_copy", _copy, _key)
+    _LIBRARY.impl("capture_kv", _kv, _key)
     _LIBRARY.impl("capture_sum", _sum, _key)
 _LIBRARY._register_fake("capture_copy", lambda rows, buffer: None)
+_LIBRARY._register_fake("capture_kv", lambda key, value, keys, values: None)
 _LIBRARY._register_fake("capture_sum", lambda hidden, residual, buffer: None)
 
 
@@ -66,6 +86,7 @@ class Capture:
             for name in ("tailreplay_keys", "tailreplay_values"):
                 attention.register_buffer(name, torch.zeros(shape, dtype=dtype), persistent=False)
             attention.tailreplay_capture = self
+            attention.tailreplay_take = capture_kv
         for source in sources:
             buffer = torch.zeros(rows, model.config.hidden_size, dtype=dtype)
             model.layers[source].register_buffer("tailreplay_hidden", buffer, persistent=False)

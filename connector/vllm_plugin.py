@@ -92,10 +92,9 @@ def _with_hidden(original: Any) -> Any:
 
 def _with_kv(original: Any) -> Any:
     def forward(self: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        buffer = getattr(self, "tailreplay_keys", None)
-        if buffer is not None:
-            torch.ops.tailreplay.capture_copy(key, buffer)
-            torch.ops.tailreplay.capture_copy(value, self.tailreplay_values)
+        keys = getattr(self, "tailreplay_keys", None)
+        if keys is not None:
+            self.tailreplay_take(key, value, keys, self.tailreplay_values)
         return original(self, query, key, value, *args, **kwargs)
 
     return forward

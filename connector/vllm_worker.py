@@ -331,9 +331,9 @@ class WorkerSide:
                 self._keep_state(keep.request_id, keep.first_token + keep.rows, keep.state_blocks)
             if self._keeper is None or kv is None:
                 continue
-            span = slice(at, at + keep.rows)
-            own = None if hidden is None else hidden[:, span]
-            self._keeper.add_rows(keep.request_id, keep.first_token, kv[:, :, span].cpu(), own)
+            own = None if hidden is None else part_of(hidden, 1, at, keep.rows)
+            rows = part_of(kv, 2, at, keep.rows)
+            self._keeper.add_rows(keep.request_id, keep.first_token, rows, own)
             if keep.put:
                 self._keeper.put(keep.request_id)
 
@@ -369,6 +369,13 @@ def _by_adapter(due: Sequence[tuple[_Filling, Piece]]) -> list[list[tuple[_Filli
         adapter = pair[1].adapter
         groups.setdefault(0 if adapter is None else adapter.lora_int_id, []).append(pair)
     return list(groups.values())
+
+
+def part_of(rows: Tensor, dim: int, first: int, count: int) -> Tensor:
+    """Rows of one request on the host; a copy, or they would keep the whole batch's alive."""
+    if count == rows.shape[dim]:
+        return rows.cpu()
+    return rows.narrow(dim, first, count).to("cpu", copy=True)
 
 
 def _compute_from(plan: FetchPlan) -> int:

@@ -22,6 +22,7 @@ from tailreplay.connector.vllm_lora import Adapters
 from tailreplay.connector.vllm_meta import KeepBegin, KeepOp, LoadOp, StepOps, WorkerNews
 from tailreplay.connector.vllm_model import Shard, state_blocks
 from tailreplay.connector.vllm_names import Namespaces, media_element, prompt_tokens
+from tailreplay.connector.vllm_worker import part_of
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
 from tailreplay.store.chain import PrefixChain
@@ -226,6 +227,14 @@ def test_rows_in_any_portions_become_blocks_and_grow_with_the_answer():
         data = load.wait(0).tobytes()
         got = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).view(800, 8)
         assert torch.equal(got, rows(0, 800)[0, 0, :, 0, :1].expand(-1, 8))
+
+
+def test_a_request_s_rows_do_not_keep_those_of_the_batch():
+    batch = torch.arange(200).view(1, 2, 100, 1)
+    own = part_of(batch, 2, 40, 3)
+    assert torch.equal(own, batch[:, :, 40:43])
+    assert own.untyped_storage().nbytes() == 2 * 3 * batch.element_size()
+    assert part_of(batch, 2, 0, 100).data_ptr() == batch.data_ptr()
 
 
 def test_rows_behind_a_hole_are_not_stored():
