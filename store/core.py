@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_OPERATE_EVERY_S = 0.5
 _FLUSH_STEP_S = 0.01
 _SIGHTINGS = 1 << 17
 _FORGET_EVERY_S = 10.0
@@ -132,9 +133,14 @@ class Store:
             clock=clock,
         )
         self._closing = threading.Event()
-        self._background = threading.Thread(target=self._tick, name="store-tick", daemon=True)
+        self._background = [
+            threading.Thread(target=self._tick, name="store-tick", daemon=True),
+            # Apart, since it may wait for Redis, and stalled streams must not wait with it.
+            threading.Thread(target=self._operate, name="store-operate", daemon=True),
+        ]
         self._restored = self._restore()
-        self._background.start()
+        for thread in self._background:
+            thread.start()
 
     def match(self, request: pb.MatchRequest, caller: Principal = ANYONE) -> pb.MatchResponse:
         """What is stored along the longest stored prefix.
@@ -321,8 +327,9 @@ class Store:
     def close(self) -> None:
         """Gives back memory and connections; what is in Redis stays there."""
         self._closing.set()
-        if self._background.is_alive():
-            self._background.join()
+        for thread in self._background:
+            if thread.is_alive():
+                thread.join()
         self.tiers.close()
         if self.manifests is not None:
             self.manifests.close()
@@ -354,6 +361,11 @@ class Store:
         while row and not self._closing.wait(_FORGET_PAUSE_S):
             row = self.catalog.forget_expired(row)
 
+    def _operate(self) -> None:
+        """Does for operators what is to be done again and again."""
+        while not self._closing.wait(_OPERATE_EVERY_S):
+            self.operators.tick()
+
     def _tick(self) -> None:
         """Ends stalled streams, forgets what expired, restores once Redis can be read."""
         interval_s = min(0.5, self.leases.stall_limit_s / 2)
@@ -361,7 +373,6 @@ class Store:
         while not self._closing.wait(interval_s):
             self.leases.expire()
             self._puts.expire()
-            self.operators.tick()
             self._renew_used()
             if self._clock() >= forget_at_s:
                 self._forget_expired()

@@ -5,7 +5,7 @@ import itertools
 import pytest
 from pydantic import ValidationError
 
-from tailreplay.store.namespace import NamespaceFields
+from tailreplay.store.namespace import NamespaceFields, tenant_digest
 
 BASE = {
     "model": {
@@ -82,3 +82,9 @@ def test_the_order_of_config_keys_does_not_matter():
 def test_a_field_that_nobody_knows_is_refused():
     with pytest.raises(ValidationError, match="rank"):
         NamespaceFields.model_validate(BASE | {"rank": 0})
+
+
+def test_a_tenants_digest_is_the_same_for_ever_and_none_has_none():
+    assert tenant_digest("acme").hex() == "39a0193f1482c6463d7a3846179ef56e"
+    assert tenant_digest("") == b""
+    assert len({tenant_digest(name) for name in ("a", "b", "ab", "a\0b")}) == 4
