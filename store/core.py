@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_OPERATE_EVERY_S = 0.5
+_KEEP_UP_EVERY_S = 0.5
 _FLUSH_STEP_S = 0.01
 _SIGHTINGS = 1 << 17
 _FORGET_EVERY_S = 10.0
@@ -136,7 +136,7 @@ class Store:
         self._background = [
             threading.Thread(target=self._tick, name="store-tick", daemon=True),
             # Apart, since it may wait for Redis, and stalled streams must not wait with it.
-            threading.Thread(target=self._operate, name="store-operate", daemon=True),
+            threading.Thread(target=self._keep_up, name="store-keep-up", daemon=True),
         ]
         self._restored = self._restore()
         for thread in self._background:
@@ -361,18 +361,18 @@ class Store:
         while row and not self._closing.wait(_FORGET_PAUSE_S):
             row = self.catalog.forget_expired(row)
 
-    def _operate(self) -> None:
-        """Does for operators what is to be done again and again."""
-        while not self._closing.wait(_OPERATE_EVERY_S):
-            self.operators.tick()
-
     def _tick(self) -> None:
-        """Ends stalled streams, forgets what expired, restores once Redis can be read."""
+        """Ends stalled streams; waits for nothing else."""
         interval_s = min(0.5, self.leases.stall_limit_s / 2)
-        forget_at_s = self._clock() + _FORGET_EVERY_S
         while not self._closing.wait(interval_s):
             self.leases.expire()
             self._puts.expire()
+
+    def _keep_up(self) -> None:
+        """Does what is to be done again and again, and may wait for Redis."""
+        forget_at_s = self._clock() + _FORGET_EVERY_S
+        while not self._closing.wait(_KEEP_UP_EVERY_S):
+            self.operators.tick()
             self._renew_used()
             if self._clock() >= forget_at_s:
                 self._forget_expired()

@@ -6,11 +6,12 @@ from contextlib import closing
 import grpc
 import pytest
 import redis
-from store_objects import GEOMETRY, Client, Prefix, runs_of
+from store_objects import GEOMETRY, Client, Prefix, runs_of, span_range
 from waiting import until
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
+from tailreplay.store.geometry import Dtype, kv_geometry
 from tailreplay.store.header import object_bytes
 from tailreplay.store.namespace import tenant_digest
 from tailreplay.store.objects import Kind
@@ -177,3 +178,25 @@ def test_a_pin_brings_what_is_in_redis_alone(running):
         assert {r.tier for r in client.match(prefix).runs} == {pb.TIER_CPU}
         store.store.catalog.make_room(store.store.tiers.pool_bytes)
         assert {r.tier for r in client.match(prefix).runs} == {pb.TIER_CPU}
+
+
+def test_a_stalled_reader_is_cut_off_while_redis_is_frozen(running):
+    """What waits for Redis again and again must not delay the end of leases."""
+    server, _ = running
+    wide = {KV: kv_geometry(fa_layers=2, kv_heads=2, head_dim=256, dtype=Dtype.FLOAT32)}
+    prefix = Prefix(os.urandom(32), range(256 * 6), wide)  # far more than a connection buffers
+    with (
+        serve_in_thread(redis_url=server.url, redis_timeout_s=30, stall_limit_s=0.5) as store,
+        closing(Client(store.address)) as client,
+    ):
+        client.put(prefix, prefix.spans(KV))
+        settle(client)
+        server.pause()
+        try:
+            stream = client.open_fetch(prefix, span_range(KV, 0, len(prefix)))
+            next(stream)
+            until(lambda: len(store.store.leases) == 1)
+            until(lambda: len(store.store.leases) == 0, limit_s=10)
+            stream.cancel()
+        finally:
+            server.resume()
