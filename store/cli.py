@@ -83,7 +83,11 @@ def serve(
     ] = None,
     redis_url: Annotated[
         str | None,
-        typer.Option(help="redis://[user:password@]host:port or unix:///path", show_default=False),
+        typer.Option(
+            help="redis[s]://[user:password@]host:port[/database] or unix:///path; several with "
+            "blanks between",
+            show_default=False,
+        ),
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="JSON file with settings", show_default=False)

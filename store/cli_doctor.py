@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import stat
 import time
+from contextlib import closing
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import grpc
 import typer
+from pydantic import ValidationError
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.proto import store_pb2_grpc as rpc
@@ -27,7 +29,7 @@ from tailreplay.store.cli_io import (
     write,
 )
 from tailreplay.store.cli_tables import human_bytes
-from tailreplay.store.config import PAYLOAD_TTL_S, default_socket
+from tailreplay.store.config import PAYLOAD_TTL_S, StoreConfig, default_socket, explained
 from tailreplay.store.errors import from_rpc_error
 
 if TYPE_CHECKING:
@@ -175,11 +177,27 @@ def _redis(url: str) -> Iterator[Check]:
     except ImportError:
         yield Check("redis", "skip", "redis-py is not installed", "pip install 'tailreplay[store]'")
         return
+    from tailreplay.store.redis_servers import RedisServers, redis_endpoints
+
     try:
-        with redis.Redis.from_url(url, socket_timeout=TIMEOUT_S) as server:
-            yield from _redis_checks(server)
-    except (redis.RedisError, ValueError) as error:
-        yield Check("redis", "fail", str(error), "start it, or mend its address or password")
+        # Logins and certificates are those of the store's environment.
+        endpoints = redis_endpoints(StoreConfig(redis_url=url))
+    except (ValidationError, OSError) as error:
+        said = explained(error) if isinstance(error, ValidationError) else str(error)
+        yield Check("redis", "fail", said, "mend its settings")
+        return
+    for endpoint in endpoints:
+        which = f"{endpoint}: " if len(endpoints) > 1 else ""
+        with closing(RedisServers([endpoint], TIMEOUT_S)) as servers:
+            try:
+                for check in _redis_checks(servers.clients[0]):
+                    yield check._replace(found=which + check.found)
+            except redis.exceptions.NoPermissionError as error:
+                todo = "this look needs the rights +info and +time too"
+                yield Check("redis", "warn", f"{which}{error}", todo)
+            except redis.RedisError as error:
+                todo = "start it, or mend its address or password"
+                yield Check("redis", "fail", f"{which}{error}", todo)
 
 
 def _redis_checks(server: redis.Redis) -> Iterator[Check]:

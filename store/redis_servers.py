@@ -6,14 +6,18 @@ import math
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from tailreplay.store.placement import owner
-from tailreplay.store.redis_endpoint import RedisEndpoint
+from tailreplay.store.redis_endpoint import RedisEndpoint, RedisLogin, RedisTls
+
+if TYPE_CHECKING:
+    from tailreplay.store.config import StoreConfig
 
 _QUIET_S = 1.0
 
@@ -98,6 +102,21 @@ class RedisServers:
             client.close()
 
 
+def redis_endpoints(config: StoreConfig) -> tuple[RedisEndpoint, ...]:
+    """Return the servers that are configured, none or more.
+
+    Raises:
+        OSError: the password file can not be read.
+    """
+    password = ""
+    if config.redis_password_file is not None:
+        password = config.redis_password_file.read_text().strip()
+    files = (config.redis_ca_file, config.redis_cert_file, config.redis_key_file)
+    tls = RedisTls(*map(_text, files))
+    login = RedisLogin(config.redis_username, password, tls)
+    return tuple(RedisEndpoint.parse(url, login) for url in (config.redis_url or "").split())
+
+
 def _client(endpoint: RedisEndpoint, timeout_s: float) -> redis.Redis:
     options: dict[str, Any] = {
         "db": endpoint.database,
@@ -120,3 +139,7 @@ def _client(endpoint: RedisEndpoint, timeout_s: float) -> redis.Redis:
             "ssl_keyfile": endpoint.tls.key_file or endpoint.tls.cert_file or None,
         }
     return redis.Redis(**options)
+
+
+def _text(path: Path | None) -> str:
+    return "" if path is None else str(path)

@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from tailreplay.store.bulk_tier import BulkTierConfig
 from tailreplay.store.config import PAYLOAD_TTL_S, StoreConfig
 from tailreplay.store.ledger import Ledger
 from tailreplay.store.manifest import Manifests
 from tailreplay.store.manifest_seal import MARKS, Encrypted, Seal
-from tailreplay.store.redis_endpoint import RedisEndpoint, RedisLogin, RedisTls
 from tailreplay.store.redis_envelope import Plain, Sealed
 from tailreplay.store.redis_l2 import TailReplayRedisL2Config
-from tailreplay.store.redis_servers import RedisServers
+from tailreplay.store.redis_servers import RedisServers, redis_endpoints
 from tailreplay.store.redis_shard import ShardSettings
 from tailreplay.store.sealing import SealingKeys
 from tailreplay.store.shared_index import SharedIndex
-
-
-def redis_endpoints(config: StoreConfig) -> tuple[RedisEndpoint, ...]:
-    """Return the servers that are configured, none or more.
-
-    Raises:
-        OSError: the password file can not be read.
-    """
-    password = ""
-    if config.redis_password_file is not None:
-        password = config.redis_password_file.read_text().strip()
-    files = (config.redis_ca_file, config.redis_cert_file, config.redis_key_file)
-    tls = RedisTls(*map(_text, files))
-    login = RedisLogin(config.redis_username, password, tls)
-    return tuple(RedisEndpoint.parse(url, login) for url in (config.redis_url or "").split())
 
 
 def redis_tier(config: StoreConfig) -> TailReplayRedisL2Config | None:
@@ -103,7 +86,3 @@ def metadata_seal(config: StoreConfig) -> Seal:
 def _sealing_keys(config: StoreConfig) -> SealingKeys | None:
     files = config.redis_seal_key_files
     return SealingKeys.read(files) if files else None
-
-
-def _text(path: Path | None) -> str:
-    return "" if path is None else str(path)

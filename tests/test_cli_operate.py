@@ -278,3 +278,28 @@ def test_doctor_looks_at_redis(start_redis, tmp_path):
         done = CliRunner().invoke(app, words)
         assert done.exit_code == 1
         assert "start it, or mend its address" in done.stdout
+
+
+@pytest.mark.redis
+def test_doctor_looks_at_each_of_several_servers_with_the_stores_own_login(
+    start_redis, tmp_path, monkeypatch
+):
+    good, other = start_redis(requirepass="hush"), start_redis(requirepass="hush")
+    (tmp_path / "password").write_text("hush")
+    words = ["doctor", "--url", f"unix://{tmp_path}/none.sock", "--redis-url"]
+    words.append(f"{good.url} {other.url}")
+    words += ["--format", "json"]
+
+    def about_redis() -> list[tuple[str, str]]:
+        answer = json.loads(CliRunner().invoke(app, words).stdout)
+        return [(c["state"], c["found"]) for c in answer["checks"] if c["check"] == "redis"]
+
+    assert [state for state, _ in about_redis()] == ["fail", "fail"]
+    monkeypatch.setenv("TAILREPLAY_REDIS_PASSWORD_FILE", str(tmp_path / "password"))
+    other.kill()
+    (first, found), (second, _) = about_redis()
+    assert first in ("ok", "warn")
+    assert second == "fail"
+    assert found.startswith(f"{good.url}: answers in")
+    monkeypatch.setenv("TAILREPLAY_REDIS_PASSWORD_FILE", str(tmp_path / "none"))
+    assert [state for state, _ in about_redis()] == ["fail"]
