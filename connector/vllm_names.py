@@ -42,12 +42,12 @@ class Namespaces:
             quantisation=model.quantization,
         )
         self._lock = threading.Lock()
-        # Guarded by _lock: digests by (cache salt, adapter), and of adapters by (id, path).
+        # Guarded by _lock: digests by (cache salt, adapter), and of adapters by (id, path, files).
         self._digests: dict[tuple[str, str | None], bytes] = {}
-        self._adapters: dict[tuple[int, str], str] = {}
+        self._adapters: dict[tuple[Any, ...], str] = {}
 
     def of(self, request: Any) -> bytes:
-        """The namespace of a request; reads the adapter's files when it is first seen."""
+        """The namespace of a request; reads the adapter's files when they are new or changed."""
         salt = request.cache_salt or ""
         with self._lock:
             adapter = self._adapter(request.lora_request)
@@ -62,13 +62,31 @@ class Namespaces:
     def _adapter(self, lora: Any) -> str | None:
         if lora is None:
             return None
-        key = (lora.lora_int_id, lora.lora_path)
+        files = _files(Path(lora.lora_path))
+        key = (lora.lora_int_id, lora.lora_path, tuple(files.items()))
         if key not in self._adapters:
-            files = sorted(f for f in Path(lora.lora_path).glob("*") if f.is_file())
-            if not files:
-                logger.warning("adapter %s has no files here: not shared", lora.lora_name)
-            self._adapters[key] = digest_files(files) if files else secrets.token_hex(32)
+            self._adapters[key] = _digest(list(files)) or secrets.token_hex(32)
         return self._adapters[key]
+
+
+def _files(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Size and time of each file, by which one that is loaded again in place is noticed."""
+    try:
+        stats = {file: file.stat() for file in sorted(folder.glob("*")) if file.is_file()}
+    except OSError:
+        return {}
+    return {file: (stat.st_size, stat.st_mtime_ns) for file, stat in stats.items()}
+
+
+def _digest(files: list[Path]) -> str | None:
+    """Digest of an adapter; None, so that it is shared with nobody, if it can not be read."""
+    try:
+        if files:
+            return digest_files(files)
+    except OSError as error:
+        logger.debug("an adapter can not be read: %s", error)
+    logger.warning("an adapter has no files here: nothing of it is shared")
+    return None
 
 
 def prompt_tokens(request: Any) -> ExtendedTokens:

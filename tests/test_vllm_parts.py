@@ -111,6 +111,20 @@ def test_case_38_salt_adapter_and_weights_separate_namespaces(tmp_path: Any):
     assert names_for("other").of(request()) != plain
 
 
+def test_case_39_an_adapter_that_is_trained_on_in_place_is_another(tmp_path: Any):
+    names = names_for()
+    asked = request(
+        lora_request=SimpleNamespace(lora_int_id=1, lora_path=str(tmp_path), lora_name="a")
+    )
+    unread = names.of(asked)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"first")
+    first = names.of(asked)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"second")
+    second = names.of(asked)
+    assert names.of(asked) == second
+    assert len({unread, first, second}) == 3
+
+
 def test_case_41_media_of_any_number_never_collide():
     elements = {media_element(f"image-{i}", 0) for i in range(100_000)}
     assert len(elements) == 100_000
