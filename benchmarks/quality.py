@@ -32,6 +32,7 @@ LENGTHS = {
 _SAMPLES, _QUICK_SAMPLES = 12, 1
 _QUICK_LONGEST = 1024
 _BOUNDARIES = 2
+_TASKS = ("needles", "track", "common", "text")
 _BF16 = ("full", "zero", "tail 10%", "exact")
 
 
@@ -45,8 +46,9 @@ def main() -> None:
     for name in names:
         started_s = time.perf_counter()
         most = _QUICK_LONGEST if arguments.quick else max(LENGTHS[name])
-        lengths = tuple(n for n in LENGTHS[name] if n <= most)
-        for rounds, rows in enumerate(measure(name, lengths, samples), 1):
+        lengths = arguments.lengths or [n for n in LENGTHS[name] if n <= most]
+        measured = measure(name, tuple(lengths), samples, arguments.tasks)
+        for rounds, rows in enumerate(measured, 1):
             passed_s = time.perf_counter() - started_s
             report["models"][name] = rows
             _write(report, arguments.out)
@@ -58,7 +60,9 @@ def main() -> None:
         print(json.dumps(report))
 
 
-def measure(name: str, lengths: tuple[int, ...], samples: int) -> Iterator[list[dict[str, Any]]]:
+def measure(
+    name: str, lengths: tuple[int, ...], samples: int, tasks: list[str]
+) -> Iterator[list[dict[str, Any]]]:
     """All rows of one miniature, again after each round of one more context a row."""
     import numpy as np
     from mini.tasks import Corpus
@@ -69,7 +73,7 @@ def measure(name: str, lengths: tuple[int, ...], samples: int) -> Iterator[list[
 
     tokenizer = Tokenizer.load()
     corpus = Corpus(tokenizer)
-    scores = [Scores(row) for row in rows(lengths)]
+    scores = [Scores(row) for row in rows(lengths) if row.task in tasks]
     columns = (*_BF16, AGAIN) if name.endswith("bf16") else COLUMNS
     with bench(name) as served:
         for number in range(samples):
@@ -104,6 +108,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a few contexts a row, minutes")
     parser.add_argument("--model", choices=(*LENGTHS, "all"), default="all")
     parser.add_argument("--samples", type=int, help="contexts a row")
+    parser.add_argument("--lengths", type=int, nargs="*", help="tokens, instead of all lengths")
+    parser.add_argument("--tasks", nargs="*", choices=_TASKS, default=_TASKS)
     parser.add_argument("--minutes", type=float, default=120, help="no further round after these")
     parser.add_argument("--out", type=Path, help="file for the JSON object; plots go beside it")
     return parser.parse_args()

@@ -22,23 +22,34 @@ def tail_rows(m: int) -> int:
 
 
 @torch.no_grad()
+def prefilled(model: Qwen3_5ForCausalLM, context: list[int]) -> Stored:
+    """Keys, values and hiddens of a context."""
+    return extend(model, torch.tensor([context]), None)[1]
+
+
+@torch.no_grad()
 def beside(
-    model: Qwen3_5ForCausalLM, prompt: list[int], m: int, new_tokens: int, names: list[str]
+    model: Qwen3_5ForCausalLM, stored: Stored, prompt: list[int], m: int, new_tokens: int
 ) -> dict[str, tuple[Tensor, list[int]]]:
-    """Logits behind the boundary `[q, V]` and continuation, by column."""
-    if not names:
-        return {}
+    """Logits behind the boundary `[q, V]` and continuation, by column.
+
+    Args:
+        model: the model.
+        stored: of a context that the prompt shares m tokens with.
+        prompt: token ids.
+        m: the boundary.
+        new_tokens: how many to generate.
+    """
     ids, rows = torch.tensor([prompt]), tail_rows(m)
-    _, stored = extend(model, ids[:, :m], None)
-    found = {}
-    for name in names:
-        if name == BESIDE[0]:
-            hidden = {s: h if s < 0 else in_fp8(h) for s, h in stored.hidden.items()}
-            states = replay(model, hidden, rows)
-        else:
-            states = replay_tokens(model, ids[:, :m], stored.kv, rows)
-        found[name] = _answered(model, ids[:, m:], Stored(stored.kv, {}, states), new_tokens)
-    return found
+    kv = {layer: (k[:, :, :m], v[:, :, :m]) for layer, (k, v) in stored.kv.items()}
+    hidden = {
+        source: h[:, :m] if source < 0 else in_fp8(h[:, :m]) for source, h in stored.hidden.items()
+    }
+    states = (replay(model, hidden, rows), replay_tokens(model, ids[:, :m], kv, rows))
+    return {
+        name: _answered(model, ids[:, m:], Stored(kv, {}, found), new_tokens)
+        for name, found in zip(BESIDE, states, strict=True)
+    }
 
 
 def in_fp8(hidden: Tensor) -> Tensor:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from mini import model as minis
+from mini.forward import Stored
 from torch import Tensor
 
-from quality_parts.beside import BESIDE, beside, tail_rows
+from quality_parts.beside import BESIDE, beside, prefilled, tail_rows
 from quality_parts.questions import Prompt
 from tailreplay.connector.client import StoreClient
 from tailreplay.connector.hf import CachePolicy, HybridEngine
@@ -97,12 +98,14 @@ class Bench:
             for prompt, into in zip(prompts, served, strict=True):
                 if name not in BESIDE:
                     into[name] = self._serve(name, prompt)
-        for prompt, into in zip(prompts, served, strict=True):
-            into |= self._beside(prompt, [name for name in BESIDE if name in columns])
+        if set(BESIDE) & set(columns):
+            stored = prefilled(self._model, context)
+            for prompt, into in zip(prompts, served, strict=True):
+                into |= self._beside(stored, prompt)
         return [{name: into[name] for name in columns} for into in served]
 
-    def _beside(self, prompt: Prompt, names: list[str]) -> dict[str, Served]:
-        found = beside(self._model, prompt.ids, prompt.m, prompt.new_tokens, names)
+    def _beside(self, stored: Stored, prompt: Prompt) -> dict[str, Served]:
+        found = beside(self._model, stored, prompt.ids, prompt.m, prompt.new_tokens)
         report = {"mode": "tail", "replayed_tokens": tail_rows(prompt.m)}
         return {name: Served(*given, report) for name, given in found.items()}
 

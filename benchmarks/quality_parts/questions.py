@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from mini.tasks import TASKS, Corpus, Ids, Load
 
-QUESTIONS = 8
+QUESTIONS = 16
 """Answers judged per prompt, where as many can be asked."""
 
 HOPS = 2

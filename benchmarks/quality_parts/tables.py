@@ -10,49 +10,53 @@ TEXT = "natural text"
 
 def tables(name: str, rows: list[Row]) -> Iterator[str]:
     """Lines of one miniature's tables; rows of all lengths have 95% intervals."""
-    asked = [row for row in rows if row["task"] != TEXT]
     totals = [row for row in rows if row["tokens"] == "all"]
-    text = [row for row in rows if row["task"] == TEXT]
-    yield f"**`{name}`: share of answers found**\n"
-    yield from _table(asked, lambda c: c["score"])
-    yield f"\n**`{name}`: score as a part of full's, paired**\n"
-    yield from _table([row for row in totals if _found(row)], lambda c: c["of_full"])
-    yield f"\n**`{name}`: answers that are not what full gives** (Wilson intervals)\n"
-    yield from _table([row for row in asked if row in totals], lambda c: c["differ_share"])
-    yield f"\n**`{name}`: continuations in the form of an answer**\n"
-    yield from _table([row for row in totals if "needles" in row["task"]], lambda c: c["kept"])
-    yield f"\n**`{name}`: rows replayed per matched token**\n"
-    yield from _table(totals, lambda c: (c["replayed"],))
-    yield f"\n**`{name}`: natural text, top token as in full**\n"
-    yield from _table(text, lambda c: c["score"])
-    yield f"\n**`{name}`: natural text, 16 greedy tokens all as in full**\n"
-    yield from _table(text, lambda c: c["kept"])
-    yield f"\n**`{name}`: natural text, KL from full, nats a token**\n"
-    yield from _table(text, lambda c: (c["kl"][0],), "{:.2g}")
-    yield f"\n**`{name}`: natural text, |delta logprob| in nats by distance, mean (p99)**\n"
-    yield from _distance(text[-1]["columns"])
+    contexts = max(row["contexts"] for row in rows if row["tokens"] != "all")
+    yield f"#### `{name}`: {contexts} contexts a row\n"
+    yield "Scores by way of serving, all lengths:\n"
+    yield from _by_way(totals)
+    yield "\nAnswers that are not the ones full gives (of text, top tokens; Wilson), all lengths:\n"
+    yield from _differ(totals)
+    yield "\nScores by task and length:\n"
+    yield from _table([row for row in rows if row not in totals], _score)
+    yield "\nRows replayed per matched token:\n"
+    yield from _table(rows, lambda c: _number(c["replayed"]))
+    for text in (row for row in totals if row["task"] == TEXT):
+        yield "\nHeld-back text: 16 greedy tokens all as in full; KL from full, nats a token:\n"
+        yield from _table([text], lambda c: _with_bounds(c["kept"]))
+        yield from list(_table([text], lambda c: f"{c['kl'][0]:.2g}"))[2:]
+        yield "\n\\|delta logprob\\| of the true next token, nats, mean (99th percentile):\n"
+        yield from _distance(text["columns"])
 
 
-def _found(row: Row) -> bool:
-    """Whether full finds anything, so that a part of it means something."""
-    return row["columns"]["full"]["score"][0] > 0.1
+def _by_way(totals: list[Row]) -> Iterator[str]:
+    """A row for each way of serving, a column for each task: the layout of the paper's Table 1."""
+    titles = [f"{row['task']}, n = {row['answers']}" for row in totals]
+    yield f"| states | {' | '.join(titles)} | rows replayed |"
+    yield "|---|" + "---|" * (len(titles) + 1)
+    for name in totals[0]["columns"]:
+        columns = [row["columns"][name] for row in totals]
+        cells = " | ".join(_with_bounds(column["score"]) for column in columns)
+        replayed = sum(column["replayed"] for column in columns) / len(columns)
+        yield f"| {name} | {cells} | {_number(replayed)} |"
 
 
-def _table(
-    rows: list[Row], figure: Callable[[dict[str, Any]], tuple[float, ...]], form: str = "{:.3f}"
-) -> Iterator[str]:
+def _differ(totals: list[Row]) -> Iterator[str]:
+    yield f"| states | {' | '.join(row['task'] for row in totals)} |"
+    yield "|---|" + "---|" * len(totals)
+    for name in totals[0]["columns"]:
+        shares = [row["columns"][name]["differ_share"] for row in totals]
+        yield f"| {name} | {' | '.join(_with_bounds(share) for share in shares)} |"
+
+
+def _table(rows: list[Row], figure: Callable[[dict[str, Any]], str]) -> Iterator[str]:
+    """A row for each task and length, a column for each way: the layout of the paper's Table 3."""
     names = list(rows[0]["columns"]) if rows else []
-    yield f"| task | tokens | answers | {' | '.join(names)} |"
+    yield f"| task | tokens | n | {' | '.join(names)} |"
     yield "|---|---|---|" + "---|" * len(names)
     for row in rows:
-        figures = [figure(row["columns"][name]) for name in names]
-        bounds = row["tokens"] == "all"
-        cells = " | ".join(form.format(f[0]) + (_bounds(f) if bounds else "") for f in figures)
+        cells = " | ".join(figure(row["columns"][name]) for name in names)
         yield f"| {row['task']} | {row['tokens']} | {row['answers']} | {cells} |"
-
-
-def _bounds(figure: tuple[float, ...]) -> str:
-    return f" ({figure[1]:.3f}-{figure[2]:.3f})" if len(figure) == 3 else ""
 
 
 def _distance(columns: dict[str, Any]) -> Iterator[str]:
@@ -65,3 +69,17 @@ def _distance(columns: dict[str, Any]) -> Iterator[str]:
         where = str(first) if first == last else f"{first}-{last}"
         figures = " | ".join(f"{c['mean'][0]:.2g} ({c['p99']:.2g})" for c in cells)
         yield f"| {where} | {figures} |"
+
+
+def _score(column: dict[str, Any]) -> str:
+    return _number(column["score"][0])
+
+
+def _with_bounds(figure: tuple[float, ...]) -> str:
+    return f"{_number(figure[0])} ({_number(figure[1])}-{_number(figure[2])})"
+
+
+def _number(value: float) -> str:
+    """Three decimals, no zero in front of the point, 0 and 1 as such."""
+    text = f"{value:.3f}"
+    return {"0.000": "0", "1.000": "1"}.get(text, text.removeprefix("0")) if value < 1 else text[:1]
