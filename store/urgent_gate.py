@@ -1,4 +1,9 @@
-"""Holds bulk transfers up while urgent ones are under way."""
+"""Holds bulk transfers up while urgent ones are under way.
+
+What is urgent holds bulk up when it begins, and not for long: a stream of hiddens to somebody who
+takes them slowly is no reason to let others wait. And however much is urgent, bulk has half of the
+time.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 
 HOLD_S = 0.05
-"""Bulk is held up for so long, then goes for as long, and so on until nothing urgent is left."""
+"""Longest that one urgent thing holds bulk up, and that bulk is held up before it has its turn."""
 
 
 class UrgentGate:
@@ -22,11 +27,12 @@ class UrgentGate:
     def __init__(self, hold_s: float = HOLD_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._hold_s = hold_s
         self._clock = clock
-        # State, under _calm: urgent work under way, and since when there has been any. The count is
-        # read without the lock by those who have nothing to wait for.
+        # State, under _calm: urgent work under way, since when there is any, and when the last of it
+        # began. The count is read without the lock by those who have nothing to wait for.
         self._calm = threading.Condition()
         self._urgent = 0
         self._since_s = 0.0
+        self._last_s = 0.0
 
     @contextlib.contextmanager
     def urgent(self) -> Iterator[None]:
@@ -40,8 +46,9 @@ class UrgentGate:
     def enter(self) -> None:
         """Begin something urgent."""
         with self._calm:
+            self._last_s = self._clock()
             if not self._urgent:
-                self._since_s = self._clock()
+                self._since_s = self._last_s
             self._urgent += 1
 
     def leave(self) -> None:
@@ -55,7 +62,9 @@ class UrgentGate:
         """Seconds for which bulk has to wait from now; 0 when it may go."""
         if not self._urgent:
             return 0.0
-        return max(0.0, self._hold_s - (self._clock() - self._since_s) % (2 * self._hold_s))
+        now = self._clock()
+        turn_s = (now - self._since_s) % (2 * self._hold_s)
+        return max(0.0, min(self._hold_s - turn_s, self._last_s + self._hold_s - now))
 
     def wait(self) -> None:
         """Wait until bulk may go."""

@@ -19,16 +19,25 @@ from tailreplay.store.urgent_gate import UrgentGate
 def test_bulk_waits_for_half_of_the_time_while_something_is_urgent(clock):
     gate = UrgentGate(hold_s=1, clock=clock)
     assert gate.hold_left_s() == 0
+    left = []
     with gate.urgent():
-        left = []
         for _ in range(8):
-            left.append(gate.hold_left_s())
+            with gate.urgent():  # there is always a new one
+                left.append(gate.hold_left_s())
             clock.now_s += 0.5
-        assert left == [1, 0.5, 0, 0] * 2
-        with gate.urgent():
-            assert gate.hold_left_s() == 1  # a second one does not begin anew
+    assert left == [1, 0.5, 0, 0] * 2
     assert gate.hold_left_s() == 0
     gate.wait()
+
+
+def test_one_that_goes_on_for_long_does_not_hold_bulk_up_again(clock):
+    gate = UrgentGate(hold_s=1, clock=clock)
+    with gate.urgent():
+        left = []
+        for _ in range(6):
+            left.append(gate.hold_left_s())
+            clock.now_s += 0.5
+    assert left == [1, 0.5, 0, 0, 0, 0]
 
 
 def test_the_end_of_what_is_urgent_opens_the_gate(clock):
