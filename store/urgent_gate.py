@@ -27,8 +27,8 @@ class UrgentGate:
     def __init__(self, hold_s: float = HOLD_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._hold_s = hold_s
         self._clock = clock
-        # State, under _calm: urgent work under way, since when there is any, and when the last of it
-        # began. The count is read without the lock by those who have nothing to wait for.
+        # State, under _calm: urgent work under way, since when there is any, and when the last of
+        # it began. The count is read without the lock by those who have nothing to wait for.
         self._calm = threading.Condition()
         self._urgent = 0
         self._since_s = 0.0
