@@ -338,6 +338,11 @@ class Catalog:
             if not first:
                 return found
 
+    def spaces(self) -> set[bytes]:
+        """Namespaces that have blocks, or get some now."""
+        with self._lock:
+            return {*self._index.sizes(), *(name.namespace for name in self._claims)}
+
     def limit(self, tenant: bytes, limits: Limits) -> None:
         """Sets a tenant's limits; what is over stays until somebody makes room."""
         spaces = set(self.quotas.namespaces(tenant))

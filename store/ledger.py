@@ -1,20 +1,23 @@
 """What operators decided, and whose namespaces are whose, kept in Redis over a restart.
 
-Stores that share a Redis share it; of several servers one has it. Three hashes, each value sealed
-like a manifest's:
+Stores that share a Redis share it; of several servers one has it. Hashes, each value sealed like a
+manifest's:
 
-    key        field       value
-    a:owners   namespace   tenant digest, 16 bytes
-    a:limits   tenant      limit in the CPU tier, limit in Redis, bytes; all ones = none
-    a:modes    tenant      mode
+    key             field       value
+    a:owners:<day>  namespace   tenant digest, 16 bytes
+    a:limits        tenant      limit in the CPU tier, limit in Redis, bytes; all ones = none
+    a:modes         tenant      mode
 
-No names and no salts are in it, and no tokens.
+Owners are written anew each day (since the epoch, by stores' clocks) while there is something of
+theirs, and a day's hash lives three: longer than any payload that nobody asks for. No names and no
+salts are in it, and no tokens.
 """
 
 from __future__ import annotations
 
 import logging
 import struct
+import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import redis
@@ -25,7 +28,7 @@ from tailreplay.store.namespace import NAMESPACE_BYTES, TENANT_BYTES
 from tailreplay.store.quota import NO_LIMITS, Limits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from tailreplay.store.manifest_seal import Seal
     from tailreplay.store.redis_servers import RedisServers
@@ -37,6 +40,8 @@ T = TypeVar("T")
 _LIMITS = struct.Struct("<QQ")
 _NONE = (1 << 64) - 1
 _SCAN_COUNT = 1000
+_DAY_S = 24 * 3600
+_OWNER_DAYS = 3
 _PLACED_BY = b"a:"
 """What says which of several servers has the three hashes."""
 
@@ -48,31 +53,66 @@ class Ledger:
         servers: those that have the manifests; closed with this.
         key_prefix: in front of every key.
         seal: the form of values.
+        wall: seconds since the epoch.
 
     All methods raise StoreUnavailable when Redis does not answer.
     """
 
-    def __init__(self, servers: RedisServers, key_prefix: str, seal: Seal = MARKS) -> None:
+    def __init__(
+        self,
+        servers: RedisServers,
+        key_prefix: str,
+        seal: Seal = MARKS,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
         self._servers = servers
         self._seal = seal
+        self._wall = wall
         self._redis = servers.clients[servers.owner(_PLACED_BY)]
         self._prefix = key_prefix.encode()
 
-    def owners(self) -> dict[bytes, bytes]:
-        """Tenants by namespace."""
+    @property
+    def day(self) -> int:
+        """Which day's owners are written now."""
+        return int(self._wall() // _DAY_S)
+
+    def owners_of(self, namespaces: Sequence[bytes]) -> dict[bytes, bytes]:
+        """Tenants of those namespaces that have one."""
+        tables = self._owner_tables()
+        pipe = self._redis.pipeline(transaction=False)
+        for table in tables:
+            for space in namespaces:
+                pipe.hget(self._key(table), space)
+        answers = iter(self._run(pipe.execute))
+        found = {}
+        for table in tables:
+            for space, value in zip(namespaces, answers, strict=False):
+                tenant = self._unsealed(table, space, value) if value is not None else None
+                if tenant is not None and len(tenant) == TENANT_BYTES:
+                    found[space] = tenant
+        return found
+
+    def namespaces_of(self, tenant: bytes) -> set[bytes]:
+        """All namespaces of a tenant."""
         return {
-            space: tenant
-            for space, tenant in self._all(b"owners").items()
-            if len(space) == NAMESPACE_BYTES and len(tenant) == TENANT_BYTES
+            space
+            for table in self._owner_tables()
+            for space, owner in self._all(table).items()
+            if owner == tenant and len(space) == NAMESPACE_BYTES
         }
 
     def own(self, owners: Mapping[bytes, bytes]) -> None:
-        """Writes tenants by namespace."""
-        self._write(b"owners", owners)
+        """Writes tenants by namespace, for today."""
+        table = self._owner_tables()[0]
+        if owners:
+            self._write(table, owners)
+            self._run(lambda: self._redis.pexpire(self._key(table), _OWNER_DAYS * _DAY_S * 1000))
 
     def disown(self, namespaces: Iterable[bytes]) -> None:
         """Takes namespaces out, which belong to nobody then."""
-        self._delete(b"owners", namespaces)
+        spaces = list(namespaces)
+        for table in self._owner_tables():
+            self._delete(table, spaces)
 
     def limits(self) -> dict[bytes, Limits]:
         """Limits by tenant."""
@@ -134,7 +174,7 @@ class Ledger:
         fields: dict[Any, Any] = self._run(lambda: self._redis.hgetall(key))
         found = {}
         for field, value in fields.items():
-            body = self._seal.unwrap(key, field, value)
+            body = self._unsealed(table, field, value)
             if body is not None:
                 found[field] = body
             else:
@@ -151,6 +191,12 @@ class Ledger:
         names = list(fields)
         if names:
             self._run(lambda: self._redis.hdel(self._key(table), *names))
+
+    def _unsealed(self, table: bytes, field: bytes, value: bytes) -> bytes | None:
+        return self._seal.unwrap(self._key(table), field, value)
+
+    def _owner_tables(self) -> list[bytes]:
+        return [b"owners:%d" % (self.day - ago) for ago in range(_OWNER_DAYS)]
 
     def _key(self, table: bytes) -> bytes:
         return self._prefix + b"a:" + table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from typing import TYPE_CHECKING, get_args
 
@@ -13,10 +14,10 @@ from tailreplay.store.errors import InvalidRequest, StoreUnavailable
 from tailreplay.store.namespace import NAMESPACE_BYTES, TENANT_BYTES
 from tailreplay.store.operator_pins import OperatorPin, OperatorPins
 from tailreplay.store.prompt import Prompt
-from tailreplay.store.quota import NO_LIMITS, Limits, TierName
+from tailreplay.store.quota import NO_LIMITS, NO_TENANT, Limits, TierName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection
 
     from tailreplay.store.catalog import Catalog
     from tailreplay.store.ledger import Ledger
@@ -29,7 +30,9 @@ logger = logging.getLogger(__name__)
 MODES = ("exact", "tail", "auto", "off")
 """Modes that an operator can set; `zero` is for evaluation."""
 
-_READ_AGAIN_S = 5.0
+_READ_AGAIN_S = 1.0
+_SWEEP_S = 600.0
+_MOST_ASKED = 1000
 _TIERS: dict[TierName, pb.Tier.ValueType] = {"cpu": pb.TIER_CPU, "redis": pb.TIER_REDIS}
 
 
@@ -63,10 +66,12 @@ class Operators:
         self._clock = clock
         self._eraser = Eraser(catalog, tiers, ledger)
         self.pins = pins
-        # Guarded by _lock: owners that Redis has, and when it was last read.
+        # Touched by `tick` alone: when Redis was last read, and owners swept.
+        self._read_at_s = -math.inf
+        self._swept_at_s = clock()
+        # Guarded by _lock: owners that Redis has, and the day of which.
         self._lock = threading.Lock()
-        self._written: dict[bytes, bytes] = {}
-        self._read_at_s = -_READ_AGAIN_S
+        self._written: dict[bytes, tuple[bytes, int]] = {}
 
     def pin(self, request: pb.PinRequest) -> pb.PinInfo:
         """Keeps a prefix in the CPU tier.
@@ -171,9 +176,9 @@ class Operators:
             StoreUnavailable: Redis does not answer; the CPU tier has been cleared.
         """
         tenant = _tenant(request.tenant)
-        if self._ledger is not None:
-            self._read_ledger()  # what other stores have of the tenant counts too
-        namespaces = self._quotas.namespaces(tenant)
+        namespaces = set(self._quotas.namespaces(tenant))
+        if self._ledger is not None:  # what other stores have of the tenant counts too
+            namespaces |= self._ledger.namespaces_of(tenant)
         done = self._eraser.erase(namespaces)
         self._disown(namespaces)
         logger.info("erased a tenant: %d objects", _objects(done))
@@ -206,14 +211,17 @@ class Operators:
         self.pins.expire()
         for tenant, limits in self._quotas.limited().items():
             self._enforce(tenant, limits)
-        if self._ledger is None:
+        if self._clock() - self._read_at_s < _READ_AGAIN_S:
             return
+        self._read_at_s = self._clock()
         try:
-            self._write_owners(self._ledger)
-            if self._clock() - self._read_at_s >= _READ_AGAIN_S:
-                self._read_ledger()
+            self._agree_on_owners(self._ledger)
+            if self._ledger is not None:
+                self._read_ledger(self._ledger)
         except StoreUnavailable as error:
             logger.debug("operators' data: %s", error)
+        for tenant in self._quotas.take_stale():
+            self._catalog.limit(tenant, self._quotas.limits(tenant))
 
     def written_owners(self) -> list[bytes]:
         """Namespaces whose tenant Redis knows."""
@@ -245,15 +253,26 @@ class Operators:
             self._tiers.delete_in_redis(names)
             self._quotas.evicted(tenant, size)
 
-    def _write_owners(self, ledger: Ledger) -> None:
-        with self._lock:
-            owners = self._quotas.owners()
-            news = {s: t for s, t in owners.items() if self._written.get(s) != t}
-        ledger.own(news)
-        with self._lock:
-            self._written.update(news)
+    def _agree_on_owners(self, ledger: Ledger | None) -> None:
+        """Asks whose namespaces are, says whose they are, and forgets those that are gone."""
+        spaces = self._catalog.spaces()
+        if ledger is not None:
+            unknown = self._quotas.unknown(spaces)[:_MOST_ASKED]
+            found = ledger.owners_of(unknown) if unknown else {}
+            for space in unknown:
+                self._quotas.learn(space, found.get(space, NO_TENANT))
+            owners = self._quotas.owners().items()
+            day = ledger.day
+            news = {s: t for s, t in owners if s in spaces and self._written.get(s) != (t, day)}
+            ledger.own(news)
+            with self._lock:
+                kept = {s: said for s, said in self._written.items() if s in spaces}
+                self._written = kept | {s: (t, day) for s, t in news.items()}
+        if self._clock() - self._swept_at_s >= _SWEEP_S:
+            self._swept_at_s = self._clock()
+            self._quotas.sweep(spaces)
 
-    def _disown(self, namespaces: Sequence[bytes]) -> None:
+    def _disown(self, namespaces: Collection[bytes]) -> None:
         if self._ledger is not None:
             self._ledger.disown(namespaces)
         self._quotas.disown(namespaces)
@@ -261,21 +280,13 @@ class Operators:
             for namespace in namespaces:
                 self._written.pop(namespace, None)
 
-    def _read_ledger(self) -> None:
-        ledger = self._ledger
-        if ledger is None:
-            return
-        owners, limits, modes = ledger.owners(), ledger.limits(), ledger.modes()
-        for namespace, tenant in owners.items():
-            self._quotas.learn(namespace, tenant)
+    def _read_ledger(self, ledger: Ledger) -> None:
+        limits, modes = ledger.limits(), ledger.modes()
         for tenant in {*limits, *self._quotas.limited()}:
             wanted = limits.get(tenant, NO_LIMITS)
             if wanted != self._quotas.limits(tenant):
                 self._catalog.limit(tenant, wanted)
         self._quotas.set_modes(modes)
-        with self._lock:
-            self._written.update(owners)
-            self._read_at_s = self._clock()
 
     def _pin_info(self, pin: OperatorPin) -> pb.PinInfo:
         return pb.PinInfo(

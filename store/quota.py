@@ -16,11 +16,13 @@ from tailreplay.store.evictor import Evictor
 from tailreplay.store.namespace import TENANT_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from tailreplay.store.record import Record
 
 TierName = Literal["cpu", "redis"]
+
+_TIERS: tuple[TierName, ...] = ("cpu", "redis")
 
 NO_TENANT = b""
 """Owner of namespaces that were stored without one."""
@@ -58,6 +60,8 @@ class Quotas:
         # Guarded by _lock: everything below.
         self._lock = threading.RLock()
         self._owner: dict[bytes, bytes] = {}
+        self._fresh: set[bytes] = set()
+        self._stale: set[bytes] = set()
         self._accounts: dict[bytes, _Account] = {}
         self._bytes: Counter[tuple[TierName, bytes]] = Counter()
         self._evicted: Counter[bytes] = Counter()
@@ -65,7 +69,7 @@ class Quotas:
         self._modes: dict[bytes, str] = {}
 
     def own(self, namespace: bytes, tenant: bytes) -> None:
-        """Notes whose a namespace is; the first word counts.
+        """Notes whose a namespace is; the first who names a tenant says it.
 
         Raises:
             InvalidRequest: the digest has another size than a tenant's.
@@ -74,16 +78,35 @@ class Quotas:
         if len(tenant) not in (0, TENANT_BYTES):
             raise InvalidRequest(f"tenant has {len(tenant)} bytes, wanted {TENANT_BYTES} or none")
         with self._lock:
-            known = self._owner.setdefault(namespace, tenant)
-        if known != tenant:
-            raise GeometryMismatch(
-                f"tenant is {tenant.hex() or 'none'}, its namespace belongs to another"
-            )
+            known = self._owner.get(namespace, NO_TENANT)
+            self._fresh.add(namespace)
+            if known in (NO_TENANT, tenant) or not tenant:
+                self._assign(namespace, tenant or known)
+                return
+        raise GeometryMismatch(f"tenant is {tenant.hex()}, its namespace belongs to another")
 
     def learn(self, namespace: bytes, tenant: bytes) -> None:
         """Notes what another store has noted; what this one knows counts more."""
         with self._lock:
-            self._owner.setdefault(namespace, tenant)
+            self._assign(namespace, self._owner.get(namespace) or tenant)
+
+    def unknown(self, namespaces: Iterable[bytes]) -> list[bytes]:
+        """Those of which nobody has said whose they are."""
+        with self._lock:
+            return [space for space in namespaces if space not in self._owner]
+
+    def sweep(self, listed: Collection[bytes]) -> None:
+        """Forgets owners of namespaces that are not listed, and were not since the last sweep."""
+        with self._lock:
+            for namespace in self._owner.keys() - listed - self._fresh:
+                del self._owner[namespace]
+            self._fresh.clear()
+
+    def take_stale(self) -> list[bytes]:
+        """Limited tenants that were found to own more since the last call; limit them again."""
+        with self._lock:
+            stale, self._stale = self._stale, set()
+            return [tenant for tenant in stale if tenant in self._accounts]
 
     def disown(self, namespaces: Iterable[bytes]) -> None:
         """Forgets whose namespaces these are."""
@@ -114,7 +137,11 @@ class Quotas:
         """Notes that an object has come to a tier, or has left it."""
         space = record.name.namespace
         with self._lock:
-            self._bytes[tier, space] += record.size if here else -record.size
+            left = self._bytes[tier, space] + (record.size if here else -record.size)
+            if left:
+                self._bytes[tier, space] = left
+            else:
+                del self._bytes[tier, space]
             account = self._account(space)
             if account is not None and here:
                 account.order[tier].use([record])
@@ -159,20 +186,16 @@ class Quotas:
         Args:
             tenant: whose.
             limits: what holds from now on; without any, the tenant is limited no more.
-            records: all there are, in the order in which they would go; read only when the tenant
-                had no limits.
+            records: all of the tenant's, in the order in which they would go.
         """
         with self._lock:
+            self._accounts.pop(tenant, None)
             if limits == NO_LIMITS:
-                self._accounts.pop(tenant, None)
-            elif tenant in self._accounts:
-                self._accounts[tenant].limits = limits
-            else:
-                account = self._accounts[tenant] = _Account(limits)
-                for record in records:
-                    if self.owner(record.name.namespace) == tenant:
-                        account.order["cpu"].use([record] if record.in_cpu else [])
-                        account.order["redis"].use([record] if record.in_redis else [])
+                return
+            account = self._accounts[tenant] = _Account(limits)
+            for record in records:
+                account.order["cpu"].use([record] if record.in_cpu else [])
+                account.order["redis"].use([record] if record.in_redis else [])
 
     def over(self, tenant: bytes, tier: TierName, more_bytes: int = 0) -> int:
         """Bytes by which a tenant would be over its limit with `more_bytes` more; at least 0."""
@@ -220,6 +243,13 @@ class Quotas:
     def mode(self, tenant: bytes) -> str:
         """The mode set for a tenant, or nothing."""
         return self._modes.get(tenant, "")
+
+    def _assign(self, namespace: bytes, tenant: bytes) -> None:
+        if self._owner.get(namespace) == tenant:
+            return
+        self._owner[namespace] = tenant
+        if any(self._bytes[tier, namespace] for tier in _TIERS):
+            self._stale.add(tenant)
 
     def _account(self, namespace: bytes) -> _Account | None:
         return self._accounts.get(self.owner(namespace)) if self._accounts else None

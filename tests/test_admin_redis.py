@@ -13,8 +13,11 @@ from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
 from tailreplay.store.geometry import Dtype, kv_geometry
 from tailreplay.store.header import object_bytes
+from tailreplay.store.ledger import Ledger
 from tailreplay.store.namespace import tenant_digest
 from tailreplay.store.objects import Kind
+from tailreplay.store.redis_endpoint import RedisEndpoint
+from tailreplay.store.redis_servers import RedisServers
 from tailreplay.store.tokens import to_wire
 
 pytestmark = pytest.mark.redis
@@ -31,6 +34,10 @@ def prefix_of(tenant: bytes, ids=range(1000)) -> Prefix:
 
 def info(client: Client, tenant: bytes) -> pb.TenantInfo:
     return client.admin.ListTenants(pb.ListTenantsRequest(tenant=tenant), timeout=20).tenants[0]
+
+
+def owner_is_written(raw: redis.Redis, prefix: Prefix) -> bool:
+    return any(raw.hexists(key, prefix.namespace) for key in raw.keys("tailreplay:a:owners:*"))
 
 
 def settle(client: Client) -> None:
@@ -114,9 +121,9 @@ def test_erasing_a_tenant_leaves_no_key_and_a_scan_of_ones_own_agrees(running):
         for prefix in (mine, twin):
             marks = (prefix.namespace, prefix.namespace.hex().encode())
             assert not [key for key in raw.keys("*") if any(mark in key for mark in marks)]
-            assert not raw.hexists("tailreplay:a:owners", prefix.namespace)
+            assert not owner_is_written(raw, prefix)
             assert client.match(prefix).matched_tokens == 0
-        assert raw.hexists("tailreplay:a:owners", other.namespace)
+        assert owner_is_written(raw, other)
         assert client.match(other).matched_tokens == 1000
     with serve_in_thread(redis_url=server.url) as store, closing(Client(store.address)) as client:
         assert [client.match(p).matched_tokens for p in (mine, twin, other)] == [0, 0, 1000]
@@ -200,3 +207,24 @@ def test_a_stalled_reader_is_cut_off_while_redis_is_frozen(running):
             stream.cancel()
         finally:
             server.resume()
+
+
+def test_owners_are_remembered_for_as_long_as_they_are_written(running, clock):
+    server, raw = running
+    day_s = 24 * 3600
+    clock.now_s = 20_000.5 * day_s
+    servers = RedisServers([RedisEndpoint.parse(server.url)], timeout_s=5)
+    with closing(Ledger(servers, "t:", wall=clock)) as ledger:
+        old, new = os.urandom(32), os.urandom(32)
+        ledger.own({old: ACME, new: ACME})
+        clock.now_s += day_s
+        ledger.own({new: ACME})
+        assert ledger.owners_of([old, new]) == {old: ACME, new: ACME}
+        clock.now_s += 2 * day_s
+        assert ledger.owners_of([old, new]) == {new: ACME}
+        assert ledger.namespaces_of(ACME) == {new}
+        assert 2 * day_s < raw.ttl("t:a:owners:20001") <= 3 * day_s
+        ledger.disown([new])
+        assert ledger.owners_of([new]) == {}
+        raw.hset("t:a:owners:20003", new, ACME + bytes(8))  # with another's mark
+        assert ledger.owners_of([new]) == {}
