@@ -24,3 +24,17 @@ def crc32c_of(parts: Iterable[memoryview], crc: int = 0) -> int:
     for part in parts:
         crc = int(google_crc32c.extend(crc, np.frombuffer(part, np.uint8)))
     return crc
+
+
+def page_checksums(
+    data: bytes | bytearray | memoryview, unit_bytes: int, page_bytes: int
+) -> tuple[int, ...]:
+    """Checksum of each page of units that lie back to back; a unit's last page may be shorter."""
+    array, checksum = np.frombuffer(data, np.uint8), google_crc32c.value
+    if unit_bytes % page_bytes == 0:
+        unit_bytes = len(array)
+    return tuple(
+        checksum(array[at : min(at + page_bytes, unit + unit_bytes)])
+        for unit in range(0, len(array), unit_bytes or 1)
+        for at in range(unit, unit + unit_bytes, page_bytes)
+    )

@@ -32,16 +32,13 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tailreplay.store.checksum import crc32c
+from tailreplay.store.checksum import crc32c, page_checksums
 from tailreplay.store.errors import IntegrityError, InvalidRequest
 from tailreplay.store.geometry import MAX_PAGE_BYTES, Dtype, Geometry, StateLayout
 from tailreplay.store.namespace import FORMAT_VERSION
 from tailreplay.store.objects import BLOCK_TOKENS, PAGE_TOKENS, Kind, ObjectName, Provenance
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 MAGIC = b"TRPL"
 _FIXED = struct.Struct("<4sHBBIQ32s32sIIIfBBBB6III")
@@ -148,7 +145,7 @@ def build_object(header: Header, payload: bytes | memoryview) -> tuple[bytes, me
             f"payload has {len(view)} bytes, wanted {header.payload_bytes} for "
             f"{header.rows} rows of {header.geometry}"
         )
-    crcs = tuple(crc32c(view[start:end]) for start, end in _pages(header.geometry, header.rows))
+    crcs = _page_checksums(view, header.geometry, header.rows)
     return replace(header, page_crcs=crcs).pack(), view
 
 
@@ -195,10 +192,10 @@ def verify_object(data: memoryview, name: ObjectName) -> Header:
     payload = data[header.header_bytes :]
     if len(payload) != header.payload_bytes:
         raise IntegrityError(f"payload has {len(payload)} bytes, wanted {header.payload_bytes}")
-    pages = _pages(header.geometry, header.rows)
-    for number, ((start, end), crc) in enumerate(zip(pages, header.page_crcs, strict=True)):
-        if crc32c(payload[start:end]) != crc:
-            raise IntegrityError(f"page {number} of a {name.kind.name} object is damaged")
+    found = _page_checksums(payload, header.geometry, header.rows)
+    if found != header.page_crcs:
+        number = next(i for i, crc in enumerate(header.page_crcs) if found[i] != crc)
+        raise IntegrityError(f"page {number} of a {name.kind.name} object is damaged")
     return header
 
 
@@ -275,11 +272,7 @@ def _is_error_figure(header: Header) -> bool:
     return math.isfinite(header.eps) and header.eps >= 0
 
 
-def _pages(geometry: Geometry, rows: int) -> Iterator[tuple[int, int]]:
-    """Byte range of each page in a payload, unit-major."""
-    unit_bytes = rows * geometry.row_bytes
-    page_bytes = PAGE_TOKENS * geometry.row_bytes
-    for unit in range(geometry.units):
-        start = unit * unit_bytes
-        for at in range(start, start + unit_bytes, page_bytes):
-            yield at, min(at + page_bytes, start + unit_bytes)
+def _page_checksums(payload: memoryview, geometry: Geometry, rows: int) -> tuple[int, ...]:
+    """Checksum of each page in a payload, unit-major."""
+    row_bytes = geometry.row_bytes
+    return page_checksums(payload, rows * row_bytes, PAGE_TOKENS * row_bytes)
