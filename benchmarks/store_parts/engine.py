@@ -17,11 +17,26 @@ def zero_reuse_overhead(quick: bool) -> Field:
     """CPU of engine and store for prompts that share nothing, with the store and without.
 
     The model is random: 8 layers of width 512, 18 M parameters, float32 on CPU. The smaller the
-    model, the dearer the store looks beside it.
+    model, the dearer the store looks beside it. Beside the default stands a store that admits on
+    second sighting.
     """
     pairs = 3 if quick else 20
+    figures = _overhead(pairs, "first")
+    value = figures["value"]
+    return {
+        "bar": "<= 0.03",
+        "ok": value <= 0.03,
+        "pairs": pairs,
+        "prompt_tokens": _PROMPT_TOKENS,
+        **figures,
+        "second_sighting": _overhead(pairs, "second"),
+    }
+
+
+def _overhead(pairs: int, admit: str) -> Field:
     with tempfile.TemporaryDirectory(prefix="tailreplay-bench-") as folder:
-        store = Child("store", listen=f"unix://{folder}/store.sock", pool_bytes=1 << 30)
+        listen = f"unix://{folder}/store.sock"
+        store = Child("store", listen=listen, pool_bytes=1 << 30, admit=admit)
         engine = None
         try:
             engine = Child("engine", python=sys.executable, address=store.facts["address"])
@@ -33,24 +48,19 @@ def zero_reuse_overhead(quick: bool) -> Field:
                     before = cpu_s(store.pid, engine.pid)
                     engine.ask("run", number=number * 2 + (mode == "exact"), mode=mode)
                     costs[mode].append(cpu_s(store.pid, engine.pid) - before)
-            facts = engine.facts
+            parameters = engine.facts["parameters"]
         finally:
             for child in (engine, store):
                 if child is not None:
                     child.close()
     ratios = [on / off - 1 for on, off in zip(costs["exact"], costs["off"], strict=True)]
-    value = statistics.median(ratios)
+    quartiles = statistics.quantiles(ratios, n=4)
     return {
-        "value": value,
-        "bar": "<= 0.03",
-        "ok": value <= 0.03,
-        "pairs": pairs,
-        "least": min(ratios),
-        "most": max(ratios),
+        "value": statistics.median(ratios),
+        "quartiles": [quartiles[0], quartiles[2]],
         "off_cpu_s": statistics.median(costs["off"]),
         "exact_cpu_s": statistics.median(costs["exact"]),
-        "prompt_tokens": _PROMPT_TOKENS,
-        **facts,
+        "parameters": parameters,
     }
 
 
