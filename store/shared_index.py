@@ -251,19 +251,20 @@ class _Walk:
 
     def _nearest(self, at: int, shared: int, members: list[bytes] | None) -> Found | None:
         """The child of the block that ends at `at` that shares most, if more than `shared`."""
+        found = None
         for _ in range(_ROUNDS):
             if at >= len(self._prompt) or not self._in_time():
-                return None
+                break
             better = self._better(at, shared, self._neighbours(at) if members is None else members)
             found, stale = self._first_good(at, better) if better else (None, [])
-            if stale:
-                self.stale += len(stale)
-                name, key = self._prompt.chain.prefix_hash(at), children_key(self._key(at))
-                self._servers.ask([Question(name, ("ZREM", key, *stale), 0)])
-            if found is not None or not stale:
-                return found
+            if not stale:
+                break
+            # Behind a stale neighbour there may be one that shares more than what was found.
+            self.stale += len(stale)
+            name, key = self._prompt.chain.prefix_hash(at), children_key(self._key(at))
+            self._servers.ask([Question(name, ("ZREM", key, *stale), 0)])
             members = None
-        return None
+        return found
 
     def _neighbours(self, at: int) -> list[bytes]:
         after, before = self._servers.ask(self._children(at, self._wanted(at)))
