@@ -123,7 +123,10 @@ class TokenIndex:
                 prompt.chain.prefix_hash(min(page + PAGE_TOKENS, block_end))
                 for page in range(first, block_end, PAGE_TOKENS)
             ]
-            at = self._add(space, at, names, prompt.codes(first, block_end), block_end - first)
+            # Of both orders: a block that only Redis knew has pages in common just as well.
+            siblings, _ = self.blocks.nearest(at, prompt, first, block_end)
+            codes = prompt.codes(first, block_end)
+            at = self._add(space, at, names, codes, block_end - first, siblings=siblings)
             self.blocks.note_state(at, prompt.state_at(block_end))
         return Node(self, at)
 
@@ -422,11 +425,12 @@ class TokenIndex:
         key: bytes,
         length: int,
         foreign: int = 0,
+        siblings: Sequence[int] | None = None,
     ) -> int:
         first, name = self.blocks.end(parent), page_hashes[-1]
         row = self.blocks.add(parent, self.blocks.spaces[space.root], first, length, key, foreign)
         self.blocks.kv[row] = self.objects.add(Kind.KV, name, first, length, row)
-        beside = list(self.blocks.beside(row))
+        beside = list(self.blocks.beside(row)) if siblings is None else siblings
         for number, page_hash in enumerate(page_hashes):
             page = self._shared_page(beside, number, page_hash)
             if page == NONE:

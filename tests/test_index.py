@@ -252,6 +252,27 @@ def test_a_block_read_of_in_redis_is_no_prompt_s_that_leaves_it(m):
         assert match(index, branch(BASE, n - 1, range(300))).matched_tokens == n - 1
 
 
+def test_a_prompt_has_the_pages_in_common_of_a_block_read_of_in_redis():
+    index = TokenIndex()
+    restore(index, Prefix(SPACE, BASE[:256]), 256)
+    left = Prefix(SPACE, branch(BASE, 200, range(300)))
+    insert(index, left)
+    for end in (64, 128, 192):
+        index.find(left.prompt, Kind.HIDDEN, end).in_redis = True
+    assert [r.exists for r in insert_first_pages(index, left)] == [True, True, True, False]
+    assert [r.exists for r in insert_first_pages(index, Prefix(SPACE, BASE[:256]))] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+
+
+def insert_first_pages(index: TokenIndex, prefix: Prefix) -> list[Record]:
+    """Hidden pages of a prefix's first block."""
+    return index.insert(prefix.prompt, 256).hidden
+
+
 def test_a_prompt_is_told_what_the_index_knows_of_its_first_blocks():
     index = TokenIndex()
     writer, reader = Prefix(SPACE, BASE[:1000]), Prefix(SPACE, branch(BASE, 900, range(500)))
