@@ -181,8 +181,10 @@ class StoreServer:
         end_s = time.monotonic() + grace_s
         if self._lane is not None:
             self._lane.drain()
-        for over in [listener.stop_taking(grace_s) for listener in self._listeners]:
-            over.wait()
+        for listener in self._listeners:
+            listener.stop_taking(grace_s)
+        for listener in self._listeners:
+            listener.wait()
         if self._lane is not None:
             self._lane.close(max(0.0, end_s - time.monotonic()))
         for listener in self._listeners:
