@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tailreplay.store.errors import GeometryMismatch, StoreUnavailable
-from tailreplay.store.evictor import Evictor
+from tailreplay.store.eviction_order import EvictionOrder
 from tailreplay.store.index import TokenIndex
 from tailreplay.store.manifest import Manifests, entry_of
 from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind, ObjectName, Provenance
@@ -22,7 +22,7 @@ from tailreplay.store.quota import Quotas
 from tailreplay.store.record import Record
 from tailreplay.store.redis_listing import RedisListing
 from tailreplay.store.renewal import BlockName, Renewal
-from tailreplay.store.shm_pool import ALIGN_BYTES
+from tailreplay.store.sums import Sums
 from tailreplay.store.views import Path
 from tailreplay.store.worth import by_worth
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from tailreplay.store.geometry import Geometry
     from tailreplay.store.prompt import Prompt
-    from tailreplay.store.quota import Limits, TierName
+    from tailreplay.store.quota import Limits
     from tailreplay.store.shared_index import SharedIndex
     from tailreplay.store.tiers import Tiers
     from tailreplay.store.views import Block, Match, Node
@@ -91,17 +91,14 @@ class Catalog:
         self._renewal: Renewal | None = None
         self._life_s = 0.0 if manifests is None else manifests.ttl_s
         self._fading: dict[BlockName, list[Record]] = {}
+        self._sums = Sums(self.quotas)
+        self._place = self._sums.place
         self._listing = RedisListing(self._index, self._place, clock, max_blocks)
-        self._evictor = Evictor()
-        self._kept: Counter[Record] = Counter()
-        self._kv_blocks = 0
-        self._pooled: dict[bytes, tuple[int, int]] = {}
+        self._order = EvictionOrder(self.quotas)
         self._claims: set[ObjectName] = set()
         self._pending: dict[ObjectName, _Pending] = {}
         self._geometry: dict[tuple[bytes, Kind], Geometry] = {}
         self._counts: Counter[str] = Counter()
-        self._objects: Counter[tuple[str, Kind]] = Counter()
-        self._sizes: Counter[tuple[str, Kind]] = Counter()
 
     def attach(self, tiers: Tiers) -> None:
         """Names the tiers to evict from; they need this catalog's callbacks when they are made."""
@@ -234,7 +231,7 @@ class Catalog:
             record.size, record.provenance = size, provenance
             record.tail_figures = tail_figures
             self._place(record, in_cpu=True)
-            self._use([record])  # until `used` has put the whole prefix in order
+            self._order.use([record])  # until `used` has put the whole prefix in order
             self._counts["stored_bytes"] += size
             self._claims.discard(name)
             self._supersede(record)
@@ -251,7 +248,7 @@ class Catalog:
             known = [r for r in records if r.is_listed]
             for record in known:
                 self._place(record, in_cpu=True)
-            self._use(known)
+            self._order.use(known)
 
     def late(self, records: Iterable[Record]) -> None:
         """Notes that objects did not come to the CPU tier in time; they may come there yet."""
@@ -259,9 +256,9 @@ class Catalog:
             for record in records:
                 self._place(record, in_cpu=False)
                 if record.in_redis:
-                    self._use([record])
+                    self._order.use([record])
                 else:
-                    self._evictor.forget(record)
+                    self._order.forget(record)
                     self._index.prune(record)
 
     def used(self, records: Iterable[Record]) -> None:
@@ -270,7 +267,7 @@ class Catalog:
             known = [r for r in records if r.is_listed]
             for record in known:
                 record.note_fetch()
-            self._use_together(known)
+            self._order.use_together(known)
             self._note_fading(known)
 
     def renew_used(self) -> int:
@@ -302,9 +299,9 @@ class Catalog:
         found, path = self.peek(prompt)
         worth, little = by_worth(found, path)
         with self._lock:
-            self._use_together([r for r in worth if r.is_listed])
+            self._order.use_together([r for r in worth if r.is_listed])
             for record in little:
-                self._demote(record)
+                self._order.demote(record)
 
     def lost(self, *records: Record) -> None:
         """Forgets objects that are in no tier any more, or must not be used again."""
@@ -313,8 +310,7 @@ class Catalog:
             for record in records:
                 self._place(record, in_cpu=False, in_redis=False)
                 self._pending.pop(record.name, None)
-                self._kept.pop(record, None)
-                self._evictor.forget(record)
+                self._order.drop(record)
                 self._index.prune(record)
         self._forget_in_redis(forgotten)
 
@@ -348,35 +344,27 @@ class Catalog:
         spaces = set(self.quotas.namespaces(tenant))
         records = self.select(lambda record: record.name.namespace in spaces)
         with self._lock:
-            used = [r for r in self._evictor.order() if r.name.namespace in spaces]
-            listed = [record for record in records if record.is_listed]
-            self.quotas.limit(tenant, limits, dict.fromkeys([*used, *listed]))
+            self._order.limit(tenant, limits, [r for r in records if r.is_listed])
 
     def idle_s(self, record: Record) -> float:
         """Seconds since an object's last use; 0 where the CPU tier does not have it."""
         with self._lock:
-            return self._evictor.idle_s(record)
+            return self._order.idle_s(record)
 
     def keep(self, records: Iterable[Record]) -> None:
         """Takes objects out of eviction, once more for each time."""
         with self._lock:
-            for record in records:
-                self._kept[record] += 1
-                self._evictor.forget(record)
+            self._order.keep(records)
 
     def release(self, records: Iterable[Record]) -> None:
         """Undoes one `keep` of each; they count as used now."""
         with self._lock:
-            kept = [record for record in records if record in self._kept]
-            self._kept.subtract(kept)
-            free = [record for record in kept if not self._kept[record]]
-            for record in free:
-                del self._kept[record]
-            self._use([record for record in free if record.in_cpu])
+            self._order.release(records)
 
     def is_kept(self, record: Record) -> bool:
         """Whether it is out of eviction."""
-        return record in self._kept
+        with self._lock:
+            return self._order.is_kept(record)
 
     def count(self, what: str, by: int = 1) -> None:
         """Adds to a counter."""
@@ -413,7 +401,9 @@ class Catalog:
         freed, stuck = 0, set[Record]()
         while freed < size:
             with self._lock:
-                victims = self._victims(size - freed, tenant, stuck)
+                victims = self._order.victims(
+                    size - freed, tenant, lambda r: r in stuck or r.name in self._pending
+                )
             if not victims:
                 break
             freed += tiers.evict([r.name for r in victims])
@@ -482,7 +472,7 @@ class Catalog:
     def tier_figures(self) -> dict[tuple[str, Kind], tuple[int, int]]:
         """Objects and bytes by tier ('cpu', 'redis') and kind."""
         with self._lock:
-            return {key: (n, self._sizes[key]) for key, n in self._objects.items() if n}
+            return self._sums.by_tier()
 
     def namespaces(self) -> dict[bytes, tuple[int, int, dict[Kind, Geometry]]]:
         """Blocks, their tokens and known geometries of each namespace."""
@@ -498,28 +488,9 @@ class Catalog:
     def pooled(self) -> dict[bytes, tuple[int, int]]:
         """Tokens whose keys and values are in the pool, and bytes of all kinds, by namespace."""
         with self._lock:
-            return dict(self._pooled)
+            return self._sums.pooled()
 
     # What follows is called under the lock, unless it says otherwise.
-
-    def _use_together(self, records: Sequence[Record]) -> None:
-        self._use([record for record in records if record.in_cpu])
-        self.quotas.used(records)
-
-    def _demote(self, record: Record) -> None:
-        self._evictor.demote(record)
-        self.quotas.demoted(record)
-
-    def _use(self, records: Iterable[Record]) -> None:
-        self._evictor.use([record for record in records if record not in self._kept])
-
-    def _victims(self, size: int, tenant: bytes | None, stuck: set[Record]) -> list[Record]:
-        def spare(record: Record) -> bool:
-            return record in stuck or record in self._kept or record.name in self._pending
-
-        if tenant is None:
-            return self._evictor.victims(size, spare=spare)
-        return self.quotas.victims(tenant, "cpu", size, spare)
 
     def _fields_of(self, records: Iterable[Record]) -> list[tuple[bytes, bytes, str]]:
         """Where manifests speak of objects: namespace and name of the block, and the field."""
@@ -539,40 +510,12 @@ class Catalog:
         except StoreUnavailable as error:
             logger.debug("a manifest field outlives its payload: %s", error)
 
-    def _place(
-        self, record: Record, *, in_cpu: bool | None = None, in_redis: bool | None = None
-    ) -> None:
-        """Notes where an object is now, None = as before, and keeps the sums of it."""
-        before: dict[TierName, bool] = {"cpu": record.in_cpu, "redis": record.in_redis}
-        record.in_cpu = record.in_cpu if in_cpu is None else in_cpu
-        record.in_redis = record.in_redis if in_redis is None else in_redis
-        now: dict[TierName, bool] = {"cpu": record.in_cpu, "redis": record.in_redis}
-        if record.name.kind is Kind.KV:
-            self._kv_blocks += int(any(now.values())) - int(any(before.values()))
-        self._note_pooled(record, int(now["cpu"]) - int(before["cpu"]))
-        for tier in before:
-            step = int(now[tier]) - int(before[tier])
-            self._objects[tier, record.name.kind] += step
-            self._sizes[tier, record.name.kind] += step * record.size
-            if step:
-                self.quotas.placed(record, tier, here=step > 0)
-
     def _forget_shapes(self) -> None:
         """Forgets geometries of namespaces that have nothing and get nothing."""
         busy = {name.namespace for name in self._claims}
         gone = {space for space, _ in self._geometry} - set(self._index.sizes()) - busy
         for key in [key for key in self._geometry if key[0] in gone]:
             del self._geometry[key]
-
-    def _note_pooled(self, record: Record, step: int) -> None:
-        """Keeps sums by namespace: keys and values in the pool, and all that is taken there."""
-        space, pooled = record.name.namespace, -(-record.size // ALIGN_BYTES) * ALIGN_BYTES
-        rows = record.rows if record.name.kind is Kind.KV else 0
-        tokens, taken = self._pooled.get(space, (0, 0))
-        if taken + step * pooled:
-            self._pooled[space] = (tokens + step * rows, taken + step * pooled)
-        else:
-            self._pooled.pop(space, None)
 
     def _locate(self, prompt: Prompt, kind: Kind, end_token: int) -> tuple[Record, Node]:
         """An object's record, and the block whose manifest speaks of it."""
@@ -588,8 +531,8 @@ class Catalog:
         """Whether an object needs more blocks without keys and values than the index takes."""
         first = (end_token - 1) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
         absent = self._index.absent_blocks(prompt, first)
-        bare = len(self._index) - self._kv_blocks
-        return absent > 0 and bare + absent > _BARE_BLOCKS + self._kv_blocks
+        bare = len(self._index) - self._sums.kv_blocks
+        return absent > 0 and bare + absent > _BARE_BLOCKS + self._sums.kv_blocks
 
     def _supersede(self, record: Record) -> None:
         """Makes the partial block that a longer sibling extends the next to be evicted."""
@@ -597,7 +540,7 @@ class Catalog:
             return
         for old in records_on(self._index.extended_by(record), record.name.kind):
             if old.first_token == record.first_token and old.rows < record.rows:
-                self._demote(old)
+                self._order.demote(old)
 
     def _note_evicted(self, victims: Sequence[Record], tiers: Tiers) -> list[Record]:
         """Notes which of the victims are gone, and returns the others; takes the lock itself."""
@@ -607,7 +550,7 @@ class Catalog:
             for record, here in zip(victims, resident, strict=True):
                 if not here:
                     self._place(record, in_cpu=False)
-                    self._evictor.forget(record)
+                    self._order.forget(record)
                     self._index.prune(record)
         return [record for record, here in zip(victims, resident, strict=True) if here]
 

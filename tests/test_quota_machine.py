@@ -122,8 +122,7 @@ class Machine(RuleBasedStateMachine):
     def what_can_be_evicted_is_what_is_there_and_not_pinned(self) -> None:
         catalog = self.store.catalog
         with catalog._lock:
-            order = {record.name for record in catalog._evictor.order()}
-            kept = {record.name for record in catalog._kept}
+            order, kept = ({r.name for r in records} for records in catalog._order.members())
         assert order == self.in_cpu().keys() - kept
         assert kept <= self.in_cpu().keys()
 

@@ -1,0 +1,71 @@
+"""How much there is: by tier and kind, by namespace, by tenant.
+
+Kept as things move, since counting would hold lookups up. Nothing here locks: the catalog calls it
+under its own lock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from tailreplay.store.objects import Kind
+from tailreplay.store.shm_pool import ALIGN_BYTES
+
+if TYPE_CHECKING:
+    from tailreplay.store.quota import Quotas, TierName
+    from tailreplay.store.record import Record
+
+
+class Sums:
+    """Sums over all objects that exist.
+
+    Args:
+        quotas: keeps those by tenant.
+
+    Attributes:
+        kv_blocks: blocks whose keys and values some tier has.
+    """
+
+    def __init__(self, quotas: Quotas) -> None:
+        self._quotas = quotas
+        self.kv_blocks = 0
+        self._pooled: dict[bytes, tuple[int, int]] = {}
+        self._objects: Counter[tuple[str, Kind]] = Counter()
+        self._sizes: Counter[tuple[str, Kind]] = Counter()
+
+    def place(
+        self, record: Record, *, in_cpu: bool | None = None, in_redis: bool | None = None
+    ) -> None:
+        """Notes where an object is now, None = as before."""
+        before: dict[TierName, bool] = {"cpu": record.in_cpu, "redis": record.in_redis}
+        record.in_cpu = record.in_cpu if in_cpu is None else in_cpu
+        record.in_redis = record.in_redis if in_redis is None else in_redis
+        now: dict[TierName, bool] = {"cpu": record.in_cpu, "redis": record.in_redis}
+        if record.name.kind is Kind.KV:
+            self.kv_blocks += int(any(now.values())) - int(any(before.values()))
+        self._note_pooled(record, int(now["cpu"]) - int(before["cpu"]))
+        for tier in before:
+            step = int(now[tier]) - int(before[tier])
+            self._objects[tier, record.name.kind] += step
+            self._sizes[tier, record.name.kind] += step * record.size
+            if step:
+                self._quotas.placed(record, tier, here=step > 0)
+
+    def by_tier(self) -> dict[tuple[str, Kind], tuple[int, int]]:
+        """Objects and bytes by tier ('cpu', 'redis') and kind."""
+        return {key: (n, self._sizes[key]) for key, n in self._objects.items() if n}
+
+    def pooled(self) -> dict[bytes, tuple[int, int]]:
+        """Tokens whose keys and values are in the pool, and bytes of all kinds, by namespace."""
+        return dict(self._pooled)
+
+    def _note_pooled(self, record: Record, step: int) -> None:
+        """Keeps sums by namespace: keys and values in the pool, and all that is taken there."""
+        space, pooled = record.name.namespace, -(-record.size // ALIGN_BYTES) * ALIGN_BYTES
+        rows = record.rows if record.name.kind is Kind.KV else 0
+        tokens, taken = self._pooled.get(space, (0, 0))
+        if taken + step * pooled:
+            self._pooled[space] = (tokens + step * rows, taken + step * pooled)
+        else:
+            self._pooled.pop(space, None)
