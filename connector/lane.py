@@ -64,6 +64,7 @@ _CONNECT_S = 1.0
 _RETRY_S = 5.0
 _MAX_ERROR_BYTES = 1 << 16
 _MAX_ANSWER_BYTES = 1 << 16
+_AHEAD_BYTES = 1 << 15
 _SEEN = REQUEST.pack(Request.SEEN, 0, 0, 0)
 
 
@@ -77,6 +78,8 @@ class LaneSocket:
     def __init__(self, sock: socket.socket, segment: mmap.mmap | None) -> None:
         self.sock = sock
         self.segment = segment
+        # Read, and not looked at yet; nothing once a request is over.
+        self._ahead, self._at = b"", 0
         self._asked = False
         self._staging: StagingRing | None = None
         self._hung_up = select.poll()
@@ -145,13 +148,37 @@ class LaneSocket:
         self._expect(RecordKind.TAKEN, 0)
         staging.taken()
 
-    def record(self) -> LaneRecord:
-        """The next record; an ERROR is raised as what it stands for."""
-        record = unpack_record(receive(self.sock, RECORD_BYTES))
+    def record(self, *, ahead: bool = False) -> LaneRecord:
+        """The next record; an ERROR is raised as what it stands for.
+
+        Args:
+            ahead: whether what follows it may be read with it, since records alone follow.
+        """
+        record = unpack_record(self._read(RECORD_BYTES, ahead))
         if record.kind is RecordKind.ERROR:
-            text = receive(self.sock, min(record.offset, _MAX_ERROR_BYTES)).decode()
+            text = self._read(min(record.offset, _MAX_ERROR_BYTES), ahead).decode()
             raise from_status(record.code, text)
         return record
+
+    def read_into(self, parts: Sequence[memoryview]) -> None:
+        """Fills buffers, in order, with what follows the last record."""
+        for part in parts:
+            some = self._ahead[self._at : self._at + len(part)]
+            part[: len(some)] = some
+            self._at += len(some)
+            receive_into(self.sock, [part[len(some) :]])
+
+    def _read(self, size: int, ahead: bool) -> bytes:
+        if not ahead:
+            return receive(self.sock, size)
+        while len(self._ahead) - self._at < size:
+            self._ahead, self._at = self._ahead[self._at :], 0
+            more = self.sock.recv(_AHEAD_BYTES)
+            if not more:
+                raise StoreUnavailable("the lane was closed in the middle of a message")
+            self._ahead += more
+        self._at += size
+        return self._ahead[self._at - size : self._at]
 
     def _expect(self, kind: RecordKind, most: int) -> int:
         record = self.record()
@@ -373,7 +400,8 @@ class LaneStream:
         self._breaker.failed()
 
     def _steps(self) -> Iterator[Step]:
-        while (record := self._lane.record()).kind is not RecordKind.DONE:
+        placed = self._lane.segment is not None
+        while (record := self._lane.record(ahead=placed)).kind is not RecordKind.DONE:
             if record.kind is RecordKind.ROWS:
                 yield Step(record, partial(self._receive, record))
             elif record.kind is RecordKind.PLACED_ROWS:
@@ -386,7 +414,10 @@ class LaneStream:
 
     def _receive(self, record: LaneRecord, rows: npt.NDArray[np.uint8]) -> None:
         parts = _contiguous(rows)
-        receive_into(self._lane.sock, parts)
+        if self._lane.segment is None:
+            receive_into(self._lane.sock, parts)
+        else:
+            self._lane.read_into(parts)
         if crc32c_of(parts) != record.crc32c:
             raise IntegrityError(f"rows from {record.first_token} are damaged")
 

@@ -18,6 +18,7 @@ from tailreplay.connector.lane import LaneStream
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
 from tailreplay.store.errors import IntegrityError, InvalidRequest, LimitExceeded, StoreUnavailable
+from tailreplay.store.lane import Lane
 from tailreplay.store.lane_wire import (
     HELLO,
     MAGIC,
@@ -85,6 +86,22 @@ def test_placed_rows_are_not_sent_and_sent_rows_are_not_placed(address):
         lane = client._lanes.take()
         client._lanes.give_back(lane)
         assert (lane.segment is not None) == address.startswith("unix:")
+
+
+def test_a_reader_that_may_not_map_the_pool_gets_its_rows_sent(monkeypatch):
+    """Though it has mapped it: the store alone says who may."""
+    monkeypatch.setattr(Lane, "_may_map", lambda *_: False)
+    with (
+        tempfile.TemporaryDirectory(prefix="tailreplay-") as folder,
+        serving(f"unix://{folder}/store.sock") as (_, client),
+    ):
+        put(client)
+        for _ in range(2):
+            ranges = list(SPANS.values())
+            assert fetch(client, *ranges)[0] == [rows_of(wanted) for wanted in ranges]
+        lane = client._lanes.take()
+        assert lane.segment is not None
+        lane.close()
 
 
 def test_a_lane_is_used_again(address):

@@ -3,9 +3,11 @@
 import gc
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from certificates import Authority
 
 from store_parts.children import Answer, Child, answer_commands
 from store_parts.contender import Blob, objects, serve_contender
@@ -13,6 +15,7 @@ from tailreplay.connector.client import ObjectBytes, StoreClient
 from tailreplay.connector.load import Load
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.chain import PrefixChain
+from tailreplay.store.credentials import NO_CREDENTIALS, Credentials
 from tailreplay.store.geometry import Dtype, Geometry, hidden_geometry, kv_geometry
 from tailreplay.store.header import Header, build_object
 from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Kind, ObjectName
@@ -35,9 +38,9 @@ def block_geometry(object_bytes: int) -> Geometry:
     return geometry
 
 
-def connected(address: str) -> StoreClient:
+def connected(address: str, credentials: Credentials = NO_CREDENTIALS) -> StoreClient:
     """A client that has reached its store."""
-    client = StoreClient(address)
+    client = StoreClient(address, credentials=credentials)
     assert client.connect(TIMEOUT_S), f"no store at {address}"
     return client
 
@@ -109,16 +112,18 @@ class Ours:
         blob: what to move.
         listen: "unix" or "tcp".
         rounds: puts that the pool must hold.
+        tls: whether gRPC and the data lane speak TLS.
     """
 
-    def __init__(self, blob: Blob, listen: str, rounds: int) -> None:
+    def __init__(self, blob: Blob, listen: str, rounds: int, tls: bool = False) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="tailreplay-bench-")
+        files, credentials = _tls_files(Path(self._folder.name)) if tls else ({}, NO_CREDENTIALS)
         address = "127.0.0.1:0" if listen == "tcp" else f"unix://{self._folder.name}/store.sock"
         pool_bytes = int(blob.nbytes * (rounds + 1) * 1.05) + (64 << 20)
-        self._server = Child("store", listen=address, pool_bytes=pool_bytes)
+        self._server = Child("store", listen=address, pool_bytes=pool_bytes, **files)
         self.servers = [self._server.pid]
         self._blob, self._geometry = blob, block_geometry(blob.shape[1])
-        self._client = connected(self._server.facts["address"])
+        self._client = connected(self._server.facts["address"], credentials)
         # An engine has a prompt's names before it puts or fetches, once for both.
         tokens = len(blob) * KV_BLOCK_TOKENS
         self._prompts = [Prompt(number, tokens) for number in range(rounds + 1)]
@@ -156,10 +161,10 @@ class Ours:
         self._folder.cleanup()
 
 
-def ours_child(shape: list[int], listen: str, rounds: int) -> None:
+def ours_child(shape: list[int], listen: str, rounds: int, tls: bool = False) -> None:
     """Role of our client."""
     blob = objects(*shape)
-    serve_contender(Ours(blob, listen, rounds), blob)
+    serve_contender(Ours(blob, listen, rounds, tls), blob)
 
 
 def store_child(**settings: Any) -> None:  # noqa: ANN401 - settings of the store
@@ -187,6 +192,13 @@ def store_child(**settings: Any) -> None:  # noqa: ANN401 - settings of the stor
         answer_commands(facts, handlers)
     finally:
         server.stop()
+
+
+def _tls_files(folder: Path) -> tuple[dict[str, str], Credentials]:
+    """Settings of a store with a certificate, and what its clients need."""
+    authority = Authority(folder)
+    cert, key = authority.issue("store")
+    return {"tls_cert": str(cert), "tls_key": str(key)}, Credentials(ca=authority.cert)
 
 
 def hidden_pages(object_bytes: int) -> Geometry:

@@ -78,7 +78,11 @@ class Remote:
             "against_raw_socket_with_checksums": _against(
                 self._samples, "raw socket, checksums", "get"
             ),
-            "tls": "not available: the store has no TLS yet",
+            "tls_against_raw_socket_in_the_clear": _against(
+                self._samples, "raw socket", "get", "ours, TLS"
+            )
+            if "ours, TLS" in self._samples
+            else self._faults.get("ours, TLS"),
             "figures": {
                 name: figures
                 for name, figures in _medians(self._samples, "get").items()
@@ -130,6 +134,11 @@ class Remote:
             "raw socket": ("raw", sys.executable, {"checksum": False}),
             "raw socket, checksums": ("raw", sys.executable, {"checksum": True}),
             "ours": ("ours", sys.executable, {"listen": "tcp", "rounds": rounds + 1}),
+            "ours, TLS": (
+                "ours",
+                sys.executable,
+                {"listen": "tcp", "rounds": rounds + 1, "tls": True},
+            ),
         }
         contenders |= {name: (*peer, {"rounds": rounds + 1}) for name, peer in PEERS.items()}
         self._objects = (16 if quick else 64, MIB)
@@ -207,9 +216,9 @@ def _medians(samples: Samples, op: str) -> dict[str, dict[str, float]]:
     }
 
 
-def _against(samples: Samples, limit: str, op: str) -> dict[str, float]:
+def _against(samples: Samples, limit: str, op: str, name: str = "ours") -> dict[str, float]:
     """Ours against a physical limit: medians of the ratios of each round."""
-    pairs = list(zip(samples["ours"][op], samples[limit][op], strict=True))
+    pairs = list(zip(samples[name][op], samples[limit][op], strict=True))
     return {
         "cpu_ratio": statistics.median(
             there["cpu_ms_per_mib"] / ours["cpu_ms_per_mib"] for ours, there in pairs
