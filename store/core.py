@@ -172,6 +172,7 @@ class Store:
         request: pb.FetchRequest,
         cancel: Callable[[], object],
         *,
+        is_gone: Callable[[], bool] = lambda: False,
         placed: bool = False,
         caller: Principal = ANYONE,
     ) -> Generator[Frame, None, None]:
@@ -180,6 +181,7 @@ class Store:
         Args:
             request: what is wanted.
             cancel: ends the stream if its reader stalls.
+            is_gone: whether its reader has left, so that nothing need be waited for.
             placed: whether the reader copies rows out of shared memory itself, and says at each
                 end of a window that it has.
             caller: who reads.
@@ -195,7 +197,8 @@ class Store:
             granted = LaneRecord(RecordKind.LEASE, offset=stall_limit_ms)
             yield Frame(granted, (memoryview(lease.lease_id),))
             self.leases.rest(lease)
-            with closing(self._reader.frames(request, public, placed=placed)) as frames:
+            answer = self._reader.frames(request, public, placed=placed, is_gone=is_gone)
+            with closing(answer) as frames:
                 for frame in frames:
                     if not self.leases.renew(lease):
                         return

@@ -45,6 +45,7 @@ from tailreplay.store.lane_wire import (
     RecordKind,
     Request,
     hang_up,
+    has_hung_up,
     receive,
     send,
 )
@@ -323,7 +324,9 @@ class Lane:
             hang_up(sock)
 
         waiting: list[bytes] = []
-        fetch = self._store.fetch(request, cancel, placed=placed, caller=caller)
+        fetch = self._store.fetch(
+            request, cancel, is_gone=lambda: has_hung_up(sock), placed=placed, caller=caller
+        )
         with closing(fetch) as frames:
             for frame in frames:
                 if frame.record.kind is RecordKind.LEASE:

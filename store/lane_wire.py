@@ -8,6 +8,7 @@ message, or payload. Specified in docs/lane.md; golden bytes are in the tests.
 from __future__ import annotations
 
 import enum
+import select
 import socket
 import ssl
 import struct
@@ -258,6 +259,13 @@ def hang_up(sock: socket.socket) -> None:
     """
     with suppress(OSError):
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+def has_hung_up(sock: socket.socket) -> bool:
+    """Says whether the other side has ended the stream, without reading from it."""
+    look = select.poll()
+    look.register(sock, select.POLLRDHUP)
+    return bool(look.poll(0))
 
 
 def send(sock: socket.socket, parts: Sequence[bytes | memoryview]) -> None:

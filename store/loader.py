@@ -29,7 +29,8 @@ from tailreplay.store.slices import Slice, cut
 
 _BULK_SLICES = 4
 """Loads that one request has in flight when it is not urgent."""
-_CLOSE_CHECK_S = 0.2
+_CHECK_S = 0.2
+"""Between two looks at whether anybody still waits."""
 
 
 class _Load(NamedTuple):
@@ -37,6 +38,13 @@ class _Load(NamedTuple):
 
     part: Slice[ObjectKey]
     handle: PrefetchHandle
+
+
+class _Until(NamedTuple):
+    """How long to wait: see `Loader.load`."""
+
+    deadline: float
+    is_gone: Callable[[], bool]
 
 
 class Loaded(NamedTuple):
@@ -79,18 +87,27 @@ class Loader:
         self._closing = threading.Event()
         self._late = ThreadPoolExecutor(1, "tailreplay-late")
 
-    def load(self, sizes: Mapping[ObjectKey, int], *, urgent: bool, deadline: float) -> Loaded:
+    def load(
+        self,
+        sizes: Mapping[ObjectKey, int],
+        *,
+        urgent: bool,
+        deadline: float,
+        is_gone: Callable[[], bool],
+    ) -> Loaded:
         """Bring objects into the pool.
 
         Args:
             sizes: the objects, and the bytes that each must have.
             urgent: ask for everything at once, not slice by slice.
             deadline: when to give up, on the monotonic clock.
+            is_gone: whether nobody wants it any more; asked every now and then.
         """
+        until = _Until(deadline, is_gone)
         with self._lock:
             self._waiters.update(sizes.keys())
         try:
-            return self._load(sizes, urgent=urgent, deadline=deadline)
+            return self._load(sizes, urgent, until)
         finally:
             self._leave(sizes)
 
@@ -101,7 +118,7 @@ class Loader:
                 if key in self._waiters:
                     self._said[key] = why
 
-    def _load(self, sizes: Mapping[ObjectKey, int], *, urgent: bool, deadline: float) -> Loaded:
+    def _load(self, sizes: Mapping[ObjectKey, int], urgent: bool, until: _Until) -> Loaded:
         waiting = deque(cut(sizes, lambda key: int(key.object_group_id)))
         in_flight: deque[_Load] = deque()
         loaded = Loaded({}, {})
@@ -119,7 +136,7 @@ class Loader:
                 # It doesn't fit; another size may.
                 loaded.missed.update(dict.fromkeys(waiting.popleft().keys, Miss.NO_ROOM))
                 continue
-            result = self._wait(in_flight[0].handle, deadline)
+            result = self._wait(in_flight[0].handle, until)
             if result is None:
                 break
             part = in_flight.popleft().part
@@ -183,19 +200,19 @@ class Loader:
             PrefetchTaskSpec([group], fetching_policy="full", lock_mode=PrefetchLockMode.LOCK)
         )
 
-    def _wait(self, handle: PrefetchHandle, deadline: float) -> PrefetchResult | None:
+    def _wait(self, handle: PrefetchHandle, until: _Until) -> PrefetchResult | None:
         while not self._closing.is_set():
-            left_s = deadline - time.monotonic()
-            if self._manager.wait_prefetch_status(handle, max(0.0, min(left_s, _CLOSE_CHECK_S))):
+            left_s = until.deadline - time.monotonic()
+            if self._manager.wait_prefetch_status(handle, max(0.0, min(left_s, _CHECK_S))):
                 return self._manager.query_prefetch_status(handle)
-            if left_s <= 0:
+            if left_s <= 0 or until.is_gone():
                 return None
         return None
 
     def _collect_late(self, loads: Sequence[_Load]) -> None:
         """Wait for loads that nobody waits for any more, and undo their locks."""
         for load in loads:
-            result = self._wait(load.handle, math.inf)
+            result = self._wait(load.handle, _Until(math.inf, lambda: False))
             if result is not None and (came := _outcome(load.part, result)):
                 self._l1.finish_read(list(came))
 

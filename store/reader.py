@@ -95,9 +95,16 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Answer:
-    """One answer on its way: the most payload in a frame, and ranges of which no more follows."""
+    """One answer on its way.
+
+    Attributes:
+        frame_bytes: most payload in a frame.
+        is_gone: whether its reader has left.
+        dead: ranges of which no more follows.
+    """
 
     frame_bytes: int
+    is_gone: Callable[[], bool]
     dead: set[int] = field(default_factory=set)
 
 
@@ -137,6 +144,7 @@ class Reader:
         public: bytes | None = None,
         *,
         placed: bool = False,
+        is_gone: Callable[[], bool] = lambda: False,
     ) -> Generator[Frame, None, None]:
         """Frames that answer a request: rows, missing rows, ends of ranges and of windows.
 
@@ -144,6 +152,7 @@ class Reader:
             request: what is wanted.
             public: namespace of the public scope, where that is read as well.
             placed: whether rows are placed in shared memory: fewer waits and frames are better.
+            is_gone: whether the reader has left, so that nothing need be waited for.
 
         Raises:
             InvalidRequest: a range is empty, backwards or of no kind.
@@ -155,7 +164,7 @@ class Reader:
             path = self._catalog.path_with_public(request.namespace, public, request.leaf)
         asked: dict[ObjectName, Record] = {}
         window_bytes = self._window_bytes
-        answer = _Answer(_PLACED_FRAME_BYTES if placed else MAX_FRAME_BYTES)
+        answer = _Answer(_PLACED_FRAME_BYTES if placed else MAX_FRAME_BYTES, is_gone)
         if placed:
             window_bytes = max(window_bytes, self._leased_bytes // _PLACED_SHARE)
         # Never all pieces at once: many long ranges have more than there is memory for.
@@ -233,7 +242,7 @@ class Reader:
         urgent = _is_urgent(live)
         if not urgent:
             self._tiers.gate.wait()
-        pinned, reasons = self._pin(records, urgent=urgent)
+        pinned, reasons = self._pin(records, urgent, answer.is_gone)
         headers: dict[ObjectName, Header] = {}
         try:
             for piece in live:
@@ -252,7 +261,7 @@ class Reader:
             self._tiers.unpin(pinned.values())
 
     def _pin(
-        self, records: Sequence[Record], *, urgent: bool
+        self, records: Sequence[Record], urgent: bool, is_gone: Callable[[], bool]
     ) -> tuple[dict[ObjectName, Pinned], dict[ObjectName, Reason]]:
         """Pins a window's objects; says for those that can not be had why not."""
         wanted = [r for r in records if r.exists]
@@ -260,7 +269,10 @@ class Reader:
         if loading and self._tiers.pool_bytes - self._tiers.used_bytes < loading:
             self._catalog.make_room(loading)
         got = self._tiers.pin(
-            [(r.name, r.size) for r in wanted], urgent=urgent, timeout_s=self._timeout_s
+            [(r.name, r.size) for r in wanted],
+            urgent=urgent,
+            timeout_s=self._timeout_s,
+            is_gone=is_gone,
         )
         pinned = {p.name: p for p in got if isinstance(p, Pinned)}
         self._catalog.loaded([r for r in wanted if r.name in pinned])

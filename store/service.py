@@ -65,7 +65,13 @@ class StoreService(rpc.StoreServicer):
     ) -> Iterator[pb.FetchFrame]:
         """Streams rows; the lease ends with the stream."""
         with self._statuses(context), self._stream(context) as caller:
-            for frame in self._store.fetch(request, context.cancel, caller=caller):
+            frames = self._store.fetch(
+                request,
+                context.cancel,
+                is_gone=lambda: not context.is_active(),
+                caller=caller,
+            )
+            for frame in frames:
                 message = _message(frame)
                 if message is not None:
                     yield message

@@ -147,6 +147,7 @@ class Tiers:
         *,
         urgent: bool,
         timeout_s: float,
+        is_gone: Callable[[], bool] = lambda: False,
     ) -> list[Pinned | Miss]:
         """Bring objects into the CPU tier and hold them there until `unpin`.
 
@@ -156,6 +157,7 @@ class Tiers:
             names_and_sizes: objects, and the bytes that each must have.
             urgent: ask Redis for everything at once, not slice by slice.
             timeout_s: how long to wait for Redis.
+            is_gone: whether nobody wants them any more; then the rest is late.
 
         Returns:
             One entry per object, in order: the pin, or why there is none.
@@ -169,9 +171,8 @@ class Tiers:
             if found[key] is None
         }
         if missing and self._redis is not None:
-            loaded = self._loader.load(
-                missing, urgent=urgent, deadline=time.monotonic() + timeout_s
-            )
+            deadline = time.monotonic() + timeout_s
+            loaded = self._loader.load(missing, urgent=urgent, deadline=deadline, is_gone=is_gone)
             came = self._l1.reserve_read([key for key in keys if key in loaded.came])
             found.update((key, memory) for key, (_, memory) in came.items())
             self._l1.finish_read(list(loaded.came))

@@ -1,7 +1,8 @@
 """The store over gRPC with a real Redis behind it: restarts, damage and outages."""
 
 import os
-from contextlib import closing
+import threading
+from contextlib import closing, suppress
 
 import pytest
 import redis
@@ -9,8 +10,10 @@ from redis_server import RedisServer
 from store_objects import Client, Prefix, runs_of, span_range
 from waiting import until
 
+from tailreplay.connector.client import StoreClient
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
+from tailreplay.store.errors import TailReplayError
 from tailreplay.store.objects import Kind
 from tailreplay.store.tiers import PutOutcome
 
@@ -250,3 +253,32 @@ def test_redis_may_die_come_late_and_freeze_and_the_store_lives_on(start_redis):
         server.resume()
         until(lambda: settled(client))
         client.close()
+
+
+@pytest.mark.parametrize("lanes", [0, 4], ids=["grpc", "lane"])
+def test_a_reader_that_leaves_while_redis_is_silent_leaves_no_lease(redis_server, lanes):
+    prefix = prefix_of(102)
+    settings = {"pool_bytes": 4 * MIB, "redis_patience_s": 60.0, "tier_timeout_s": 60.0}
+    with serve_in_thread(redis_url=redis_server.url, max_lanes=lanes, **settings) as store:
+        with closing(Client(store.address)) as client:
+            client.put(prefix)
+            until(lambda: settled(client))
+        store.store.catalog.make_room(4 * MIB)
+        with StoreClient(store.address, match_timeout_s=20) as client:
+            leaf = client.match(prefix.namespace, prefix.tokens).leaf
+            stream = client.fetch(prefix.namespace, leaf, [span_range(KV, 0, 1000)], timeout_s=60)
+
+            def read() -> None:
+                with suppress(TailReplayError):
+                    list(stream)
+
+            redis_server.pause()
+            try:
+                reading = threading.Thread(target=read, daemon=True)
+                reading.start()
+                until(lambda: store.store.stats().leases == 1)
+                stream.cancel()
+                until(lambda: store.store.stats().leases == 0, limit_s=10)
+            finally:
+                redis_server.resume()
+            reading.join(20)

@@ -443,6 +443,22 @@ def test_a_pin_that_waits_too_long_gives_up_and_leaves_nothing_behind(
 
 
 @pytest.mark.redis
+def test_a_pin_that_nobody_wants_any_more_ends_before_its_time(open_tiers, redis_server, outcomes):
+    tiers = open_tiers(redis_url=redis_server.url)
+    wanted = [(name_of(i), MIB) for i in range(12)]
+    write_back(tiers, outcomes, *wanted)
+    redis_server.pause()
+    asked = iter([False, True])
+    pins = tiers.pin(wanted, urgent=True, timeout_s=100, is_gone=lambda: next(asked))
+    redis_server.resume()
+    assert pins == [Miss.LATE] * 12
+    everything = [name for name, _ in wanted]
+    put(tiers, name_of(99), 5000)  # answered after everything that was under way
+    assert outcomes.get(timeout=20) == ("stored", name_of(99))
+    until(lambda: tiers.evict([name_of(99), *everything]) == tiers.used_bytes == 0)
+
+
+@pytest.mark.redis
 def test_each_write_back_has_one_outcome_even_when_evicted_before(
     open_tiers, redis_server, outcomes
 ):
