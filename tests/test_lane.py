@@ -4,6 +4,7 @@ import os
 import socket
 import tempfile
 import threading
+import time
 from contextlib import contextmanager
 from functools import partial
 
@@ -204,6 +205,25 @@ def test_a_cancelled_fetch_gives_its_pins_back(address):
         assert failed
     assert len(server.store.leases) == 0
     assert not server._lane._connections
+
+
+def test_a_lease_shorter_than_a_slow_transfer_is_renewed_by_what_is_taken(address):
+    """Ten windows, after each of which the reader rests a third of the stall limit."""
+    ranges = [SPANS["hidden"], SPANS["unaligned kv"]] * 5
+    with serving(address, stall_limit_s=0.6) as (server, client):
+        put(client)
+        leaf = client.match(PREFIX.namespace, PREFIX.tokens).leaf
+        stream = client.fetch(PREFIX.namespace, leaf, ranges, timeout_s=WAIT_S)
+        rest, began, ends = threading.Event(), time.monotonic(), []
+        for record, fill in stream:
+            if fill is not None:
+                fill(np.empty((record.units, record.rows, record.row_bytes), np.uint8))
+            else:
+                ends.append(record.number)
+                rest.wait(0.2)
+        assert ends == list(range(10))
+        assert time.monotonic() - began > 3 * server.store.leases.stall_limit_s
+        assert (server.store.stats().pinned_bytes, len(server.store.leases)) == (0, 0)
 
 
 def test_rows_that_were_not_pinned_all_the_while_do_not_count():
