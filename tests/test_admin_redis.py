@@ -228,3 +228,30 @@ def test_owners_are_remembered_for_as_long_as_they_are_written(running, clock):
         assert ledger.owners_of([new]) == {}
         raw.hset("t:a:owners:20003", new, ACME + bytes(8))  # with another's mark
         assert ledger.owners_of([new]) == {}
+
+
+def test_erasing_and_limits_reach_every_server(start_redis):
+    servers = [start_redis(), start_redis()]
+    url = " ".join(server.url for server in servers)
+    with serve_in_thread(redis_url=url) as store, closing(Client(store.address)) as client:
+        mine, other = prefix_of(ACME, range(5000)), prefix_of(OTHER)
+        client.put(mine)
+        client.put(other)
+        settle(client)
+        raws = [redis.Redis.from_url(server.url) for server in servers]
+        marks = (mine.namespace, mine.namespace.hex().encode())
+        assert all(any(mark in key for key in raw.scan_iter() for mark in marks) for raw in raws)
+        client.admin.SetQuota(pb.SetQuotaRequest(tenant=ACME, redis_bytes=0), timeout=20)
+        payloads = f"tailreplay:o:{mine.namespace.hex()}|*"
+        assert [raw.keys(payloads) for raw in raws] == [[], []]
+        assert info(client, ACME).redis_bytes == 0
+        answer = client.admin.Erase(pb.EraseRequest(tenant=ACME), timeout=20)
+        assert (answer.cpu_objects_left, answer.redis_keys_left) == (0, 0)
+        assert answer.redis_keys_deleted > 0
+        left = [
+            key for raw in raws for key in raw.scan_iter() if any(mark in key for mark in marks)
+        ]
+        assert left == []
+        assert client.match(other).matched_tokens == 1000
+        for raw in raws:
+            raw.close()
