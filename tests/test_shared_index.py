@@ -1,9 +1,12 @@
 """Two stores on one Redis: each sees what the other stored, at any token, without a scan."""
 
 import os
+import subprocess
+import sys
 import time
 from contextlib import closing
 
+import grpc
 import pytest
 import redis
 from pydantic import ValidationError
@@ -144,15 +147,21 @@ def test_another_namespace_sees_nothing(a, b, space):
     assert b.match(Prefix(os.urandom(32), BASE)).matched_tokens == 0
 
 
-def test_what_a_killed_store_left_is_found(server, space):
-    prefix = Prefix(space, BASE)
-    settings = {"redis_url": server.url, "pool_bytes": 4 * MIB}
-    with serve_in_thread(**settings) as survivor, closing(Client(survivor.address)) as client:
-        with serve_in_thread(**settings) as killed, closing(Client(killed.address)) as writer:
-            put(writer, prefix)
-        other = Prefix(space, branch(BASE, 777))
-        assert client.match(other).matched_tokens == 777
-        assert client.fetch(other, span_range(KV, 0, 777)).rows == {0: other.rows(KV, 0, 777)}
+@pytest.mark.slow
+def test_what_a_killed_store_left_is_found(server, b, space, tmp_path):
+    prefix, address = Prefix(space, BASE), f"unix://{tmp_path}/killed.sock"
+    command = [sys.executable, "-P", "-m", "tailreplay.store.cli", "serve", "--listen", address]
+    command += ["--redis-url", server.url, "--pool-bytes", str(4 * MIB)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as killed:
+        try:
+            with closing(Client(address)) as writer:
+                grpc.channel_ready_future(writer.channel).result(60)
+                put(writer, prefix)
+        finally:
+            killed.kill()
+    other = Prefix(space, branch(BASE, 777))
+    assert b.match(other).matched_tokens == 777
+    assert b.fetch(other, span_range(KV, 0, 777)).rows == {0: other.rows(KV, 0, 777)}
 
 
 def test_a_member_without_its_manifest_is_a_counted_miss_and_goes(a, b, raw, shared, space):
