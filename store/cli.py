@@ -24,6 +24,7 @@ from tailreplay.store import (
     cli_quota,
     cli_size,
     cli_tables,
+    cli_token,
     cli_top,
 )
 from tailreplay.store.cli_io import CREDENTIALS, fail
@@ -122,7 +123,16 @@ def demo(context: typer.Context) -> None:
     raise typer.Exit(subprocess.run(command, check=False).returncode)
 
 
-for group in (cli_look, cli_objects, cli_operate, cli_quota, cli_size, cli_top, cli_doctor):
+for group in (
+    cli_look,
+    cli_objects,
+    cli_operate,
+    cli_quota,
+    cli_size,
+    cli_top,
+    cli_doctor,
+    cli_token,
+):
     app.add_typer(group.app)
 
 
