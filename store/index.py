@@ -417,7 +417,7 @@ class TokenIndex:
             at = self.blocks.parents[at]
         return row
 
-    def _add(
+    def _add(  # noqa: PLR0913 - what a block is made of
         self,
         space: _Space,
         parent: int,
