@@ -3,7 +3,8 @@
 import hashlib
 import logging
 import os
-from contextlib import closing, contextmanager
+import socket
+from contextlib import ExitStack, closing, contextmanager
 
 import grpc
 import numpy as np
@@ -12,6 +13,7 @@ from certificates import Authority
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from store_objects import Prefix, put_frames, span_range
 from tokens_file import TENANTS, bearer, write_tokens
+from waiting import until
 
 from tailreplay.connector.client import ObjectBytes, StoreClient
 from tailreplay.connector.lane import LaneStream
@@ -344,6 +346,23 @@ def test_a_ticket_of_one_client_is_no_good_to_another(over_tls):
     assert not is_accepted(lane, other.context(), answer.ticket)
     own = tls_credentials(folder, ca)  # the same name, another certificate
     assert not is_accepted(lane, own.context(), good.ticket)
+
+
+def test_handshakes_that_are_never_made_keep_nobody_out(over_tls):
+    """Neither those that say nothing nor those that speak something else."""
+    server, folder, ca, _ = over_tls
+    host, _, port = (server.address.rpartition(":")[0] + server._lane.address).rpartition(":")
+    with ExitStack() as stack:
+        for number in range(150):
+            sock = stack.enter_context(socket.create_connection((host, int(port)), WAIT_S))
+            if number % 2:
+                sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        prefix = Prefix(os.urandom(32), range(1, 301))
+        with client_of(server.address, tls_credentials(folder, ca)) as client:
+            put(client, prefix)
+            assert fetch(client, prefix)[2]
+        assert len(server._lane._waiting) <= 64
+    until(lambda: not server._lane._waiting)
 
 
 def test_certificates_are_renewed_without_a_restart(tmp_path):
