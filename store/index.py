@@ -17,7 +17,8 @@ snapshot: records stay what they are, and block rows are of use under that lock 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -35,6 +36,18 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from tailreplay.store.prompt import Prompt
+
+
+_FEW = 16
+"""Siblings in the other order that are looked at for pages in common."""
+
+
+class _Content(NamedTuple):
+    """Tokens of a block, or what stands for them, and how many they are."""
+
+    key: bytes
+    length: int
+    foreign: int = 0
 
 
 @dataclass(slots=True)
@@ -125,8 +138,8 @@ class TokenIndex:
             ]
             # Of both orders: a block that only Redis knew has pages in common just as well.
             siblings, _ = self.blocks.nearest(at, prompt, first, block_end)
-            codes = prompt.codes(first, block_end)
-            at = self._add(space, at, names, codes, block_end - first, siblings=siblings)
+            content = _Content(prompt.codes(first, block_end), block_end - first)
+            at = self._add(space, at, names, content, siblings)
             self.blocks.note_state(at, prompt.state_at(block_end))
         return Node(self, at)
 
@@ -160,7 +173,10 @@ class TokenIndex:
         if parent == NONE or self.blocks.end(parent) != block.first_token:
             return None
         length = len(block.digests) // DIGEST_BYTES
-        row = self._add(space, parent, block.page_hashes, block.digests, length, foreign=1)
+        # Blocks known by tokens stand in another order; of a few each is looked at.
+        siblings = list(islice(self.blocks.children(parent), _FEW))
+        content = _Content(block.digests, length, foreign=1)
+        row = self._add(space, parent, block.page_hashes, content, siblings)
         return Node(self, row)
 
     def block(self, prompt: Prompt, node: Node) -> Block:
@@ -422,15 +438,15 @@ class TokenIndex:
         space: _Space,
         parent: int,
         page_hashes: Sequence[bytes],
-        key: bytes,
-        length: int,
-        foreign: int = 0,
-        siblings: Sequence[int] | None = None,
+        content: _Content,
+        siblings: Sequence[int],
     ) -> int:
+        """A new block below `parent`; its pages are those of siblings that have the same."""
         first, name = self.blocks.end(parent), page_hashes[-1]
+        key, length, foreign = content
         row = self.blocks.add(parent, self.blocks.spaces[space.root], first, length, key, foreign)
         self.blocks.kv[row] = self.objects.add(Kind.KV, name, first, length, row)
-        beside = list(self.blocks.beside(row)) if siblings is None else siblings
+        beside = [*siblings, *self.blocks.beside(row)]
         for number, page_hash in enumerate(page_hashes):
             page = self._shared_page(beside, number, page_hash)
             if page == NONE:
