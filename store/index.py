@@ -433,7 +433,7 @@ class TokenIndex:
             at = self.blocks.parents[at]
         return row
 
-    def _add(  # noqa: PLR0913 - what a block is made of
+    def _add(
         self,
         space: _Space,
         parent: int,
