@@ -170,7 +170,9 @@ def main() -> None:
     corpus = Corpus(tokenizer, tuple(args.text)) if args.text else Corpus(tokenizer)
     name = args.name or args.recipe
     if args.score:
-        print(*score.table(model.load(name), corpus, args.score), sep="\n", flush=True)
+        net = model.load(name)
+        for line in (*score.table(net, corpus, args.score), "", *score.lives(net)):
+            print(line, flush=True)
         return
     home = args.home / name
     trainer = _trainer(args, corpus, len(tokenizer), home)

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import Qwen3_5ForCausalLM
 
 from mini.forward import Memory, Stored, extend, hidden_states, replay
+from mini.model import half_lives
 from mini.tasks import TASKS, Corpus, Load, Sample
 
 RATIOS = {"full": None, "zero": 0.0, "tail20": 0.2}
@@ -88,7 +89,7 @@ def table(model: Qwen3_5ForCausalLM, corpus: Corpus, longest: int = 2048) -> Ite
         for name, task, load in (
             ("needles, packed", "needles", Load(length, 0, 8, packed=True)),
             (f"needles, {keys} keys in text", "needles", Load(length, keys, 4)),
-            (f"tracking, {keys // 2} chains", "track", Load(length, keys, 4)),
+            (f"tracking, chains of 3, {keys // 3}", "track", Load(length, keys, 4, hops=2)),
             ("common words", "common", Load(length, 0, 1)),
         ):
             found = recall(model, corpus, task, load, 32 if length < 1024 else 16)
@@ -97,6 +98,14 @@ def table(model: Qwen3_5ForCausalLM, corpus: Corpus, longest: int = 2048) -> Ite
         cells = " | ".join(f"{same:.3f}, {loss:.2f}" for same, loss in found)
         yield f"| text: top token as in full, loss | {length} | {cells} |"
         length *= 2
+
+
+def lives(model: Qwen3_5ForCausalLM) -> Iterator[str]:
+    """Lines of a Markdown table: half-lives of the GDN heads in tokens, layer by layer."""
+    yield "| GDN layer | half-lives of its heads, tokens |"
+    yield "|---|---|"
+    for layer, heads in enumerate(half_lives(model), 1):
+        yield f"| {layer} | {', '.join(f'{life:.3g}' for life in heads)} |"
 
 
 def _columns(
