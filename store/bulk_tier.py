@@ -31,9 +31,9 @@ from lmcache.v1.memory_management import MemoryObj
 
 from tailreplay.store.errors import IntegrityError
 from tailreplay.store.header import verify_object
+from tailreplay.store.l2_listener import WriteBackListener
 from tailreplay.store.lmcache_l1 import bytes_of, object_name
 from tailreplay.store.misses import Miss
-from tailreplay.store.redis_l2 import WriteBackListener
 
 ADAPTER_TYPE = "tailreplay_bulk"
 

@@ -1,40 +1,32 @@
 """Redis as an L2 tier of LMCache: what its controllers ask, spread over one or more servers.
 
-Stock `lmcache server` loads it as well:
-
-    --l2-adapter '{"type": "plugin", "module_path": "tailreplay.store.redis_l2",
-                   "class_name": "TailReplayRedisL2",
-                   "adapter_params": {"url": "redis://127.0.0.1:6379"}}'
+Stock `lmcache server` loads it as well, as docs/lmcache.md says.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from pathlib import Path
+from dataclasses import fields
 from typing import Any
 
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
-from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2AdapterListener, L2StoreResult
+from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
-from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase, register_l2_adapter_type
+from lmcache.v1.distributed.l2_adapters.config import register_l2_adapter_type
 from lmcache.v1.distributed.l2_adapters.factory import register_l2_adapter_factory
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.platform import create_event_notifier
 
+from tailreplay.store.l2_listener import WriteBackListener
 from tailreplay.store.misses import Miss
 from tailreplay.store.objects import Kind
 from tailreplay.store.placement import owner
-from tailreplay.store.redis_endpoint import RedisEndpoint, RedisLogin, RedisTls
-from tailreplay.store.redis_envelope import Envelope, Plain, Sealed
 from tailreplay.store.redis_jobs import Load, Outcome, Store
-from tailreplay.store.redis_shard import RedisShard, ShardCounters, ShardSettings
-from tailreplay.store.sealing import SealingKeys
-from tailreplay.store.urgent_gate import UrgentGate
+from tailreplay.store.redis_l2_config import TailReplayRedisL2Config
+from tailreplay.store.redis_shard import RedisShard, ShardCounters
 
 ADAPTER_TYPE = "tailreplay_redis"
 
@@ -48,79 +40,6 @@ _MISS_OF = {
     Outcome.AWAY: Miss.AWAY,
     Outcome.CANCELLED: Miss.LATE,
 }
-
-
-class WriteBackListener(L2AdapterListener):  # type: ignore[misc]  # untyped base
-    """A listener that also hears of objects that were not stored, or not found."""
-
-    @abstractmethod
-    def on_l2_keys_failed(self, keys: list[ObjectKey]) -> None:
-        """Objects of a finished store task are not in Redis."""
-
-    @abstractmethod
-    def on_l2_keys_missed(self, keys: list[ObjectKey], why: Miss) -> None:
-        """Objects that a load asked for do not come, or that a lookup could not ask for.
-
-        Told before its end. That a lookup did not find an object is no miss yet: it may be in
-        another tier.
-        """
-
-
-@dataclass
-class TailReplayRedisL2Config(L2AdapterConfigBase):  # type: ignore[misc]  # untyped base
-    """Where the Redis servers are, and how to use them.
-
-    Attributes:
-        endpoints: the servers.
-        key_prefix: what every key starts with.
-        shard: per server.
-        gate: held by urgent loads, waited at by all else.
-        envelope: the form of values in Redis.
-    """
-
-    endpoints: tuple[RedisEndpoint, ...]
-    key_prefix: str = "tailreplay:o:"
-    shard: ShardSettings = field(default_factory=ShardSettings)
-    gate: UrgentGate = field(default_factory=UrgentGate, repr=False)
-    envelope: Envelope = field(default_factory=Plain, repr=False)
-
-    @classmethod
-    def from_dict(cls, d: Mapping[str, Any]) -> TailReplayRedisL2Config:
-        """Read LMCache's form: what `help` says.
-
-        Raises:
-            ValueError: there is no URL, or a field that nobody knows.
-            OSError: the password file can not be read.
-        """
-        given = {key: value for key, value in d.items() if key not in _LMCACHE_FIELDS}
-        urls = given.pop("urls", None) or ([url] if (url := given.pop("url", None)) else [])
-        if not urls:
-            raise ValueError("url or urls: no Redis server given")
-        tls = RedisTls(*(given.pop(name, "") for name in ("ca_file", "cert_file", "key_file")))
-        password_file = given.pop("password_file", "")
-        password = Path(password_file).read_text().strip() if password_file else ""
-        login = RedisLogin(given.pop("username", ""), password, tls)
-        files = given.pop("seal_key_files", ())
-        envelope = Sealed(SealingKeys.read([Path(f) for f in files])) if files else Plain()
-        prefix = given.pop("key_prefix", cls.key_prefix)
-        if unknown := set(given) - {f.name for f in fields(ShardSettings)}:
-            raise ValueError(f"unknown fields {sorted(unknown)}")
-        endpoints = tuple(RedisEndpoint.parse(url, login) for url in urls)
-        return cls(endpoints, prefix, ShardSettings(**given), envelope=envelope)
-
-    @classmethod
-    def help(cls) -> str:
-        """Return the fields, for LMCache's command line."""
-        return (
-            "url or urls (redis[s]://[user:password@]host:port[/database] or unix:///path), "
-            "username and password_file (where a URL has none), ca_file, cert_file and key_file "
-            "(PEM, for rediss://), seal_key_files (32 bytes each; the first encrypts), key_prefix, "
-            + ", ".join(f"{f.name} (default {f.default})" for f in fields(ShardSettings))
-        )
-
-
-_LMCACHE_FIELDS = frozenset({"type", "affinity_tag", "shared", "eviction", "persist", "serde"})
-"""Fields of every adapter, which LMCache reads itself."""
 
 
 class _Task:

@@ -10,7 +10,7 @@ from tailreplay.store.ledger import Ledger
 from tailreplay.store.manifest import Manifests
 from tailreplay.store.manifest_seal import MARKS, Encrypted, Seal
 from tailreplay.store.redis_envelope import Plain, Sealed
-from tailreplay.store.redis_l2 import TailReplayRedisL2Config
+from tailreplay.store.redis_l2_config import TailReplayRedisL2Config
 from tailreplay.store.redis_servers import RedisServers, redis_endpoints
 from tailreplay.store.redis_shard import ShardSettings
 from tailreplay.store.sealing import SealingKeys

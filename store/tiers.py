@@ -18,6 +18,7 @@ from lmcache.v1.distributed.error import L1Error
 from lmcache.v1.memory_management import MemoryObj
 
 from tailreplay.store.bulk_tier import BulkTierConfig
+from tailreplay.store.l2_listener import WriteBackListener
 from tailreplay.store.lmcache_l1 import (
     bytes_of,
     construct_manager,
@@ -30,7 +31,7 @@ from tailreplay.store.misses import Miss
 from tailreplay.store.objects import ObjectName
 from tailreplay.store.pins import PinBooks, Pinned, Source
 from tailreplay.store.pool import Pool
-from tailreplay.store.redis_l2 import TailReplayRedisL2Config, WriteBackListener
+from tailreplay.store.redis_l2_config import TailReplayRedisL2Config
 from tailreplay.store.urgent_gate import UrgentGate
 from tailreplay.store.write_back import WriteBack
 

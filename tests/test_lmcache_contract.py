@@ -23,7 +23,8 @@ from lmcache.v1.distributed.storage_manager import StorageManager
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.platform import create_event_notifier
 
-from tailreplay.store.redis_l2 import ADAPTER_TYPE, TailReplayRedisL2, TailReplayRedisL2Config
+from tailreplay.store.redis_l2 import ADAPTER_TYPE, TailReplayRedisL2
+from tailreplay.store.redis_l2_config import TailReplayRedisL2Config
 
 PIN = "0.5.6"
 

@@ -10,10 +10,12 @@ import pytest
 from lmcache.v1.distributed.api import ObjectKey
 from waiting import until
 
+from tailreplay.store.l2_listener import WriteBackListener
 from tailreplay.store.misses import Miss
 from tailreplay.store.objects import Kind
 from tailreplay.store.redis_endpoint import RedisEndpoint
-from tailreplay.store.redis_l2 import TailReplayRedisL2, TailReplayRedisL2Config, WriteBackListener
+from tailreplay.store.redis_l2 import TailReplayRedisL2
+from tailreplay.store.redis_l2_config import TailReplayRedisL2Config
 from tailreplay.store.resp import RespConnection
 from tailreplay.store.urgent_gate import UrgentGate
 

@@ -24,7 +24,7 @@ from tailreplay.store.objects import Kind, ObjectName
 from tailreplay.store.pins import Pinned
 from tailreplay.store.pool import Pool
 from tailreplay.store.redis_endpoint import RedisEndpoint
-from tailreplay.store.redis_l2 import TailReplayRedisL2Config
+from tailreplay.store.redis_l2_config import TailReplayRedisL2Config
 from tailreplay.store.resp import RespConnection
 from tailreplay.store.shm_pool import pool_name
 from tailreplay.store.tiers import PutOutcome, Tiers
