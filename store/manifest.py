@@ -65,6 +65,8 @@ _ENTRY = struct.Struct("<QB")
 _STATE = struct.Struct("<32s8s")
 _SCAN_COUNT = 1000
 _TIDY_EVERY = 16
+MOST_LOADED = 500_000
+"""Manifests of one server read at a start: some two gigabytes while they are listed."""
 _TIDIED = 32
 NAME_BYTES = 32
 """Bytes of a prefix hash, with which a child's member ends."""
@@ -318,14 +320,17 @@ class Manifests:
             pipe.hdel(key, field)
         return self._run(server, pipe.execute) is not None
 
-    def load(self) -> list[tuple[Block, list[Entry]]]:
+    def load(self, most: int = MOST_LOADED) -> list[tuple[Block, list[Entry]]]:
         """Every manifest that can be read, ordered so that a block comes after the one before it.
+
+        Args:
+            most: manifests of each server; the others are found when they are looked for.
 
         Raises:
             StoreUnavailable: no server can be read.
         """
         each = [
-            self._run(server, partial(self._scan, client))
+            self._run(server, partial(self._scan, client, most))
             for server, client in enumerate(self._servers.clients)
         ]
         found = [manifests for manifests in each if manifests is not None]
@@ -339,7 +344,7 @@ class Manifests:
         """Closes the connections."""
         self._servers.close()
 
-    def _scan(self, client: redis.Redis) -> list[tuple[Block, list[Entry]]]:
+    def _scan(self, client: redis.Redis, most: int) -> list[tuple[Block, list[Entry]]]:
         found: list[tuple[Block, list[Entry]]] = []
         keys: list[bytes] = []
         for key in client.scan_iter(match=self._prefix + b"*", count=_SCAN_COUNT):
@@ -348,6 +353,11 @@ class Manifests:
             if len(keys) == _SCAN_COUNT:
                 found += self._read(client, keys)
                 keys = []
+            if len(found) >= most:
+                logger.info(
+                    "of one server's manifests %d are listed, the rest when asked for", most
+                )
+                return found
         return [*found, *self._read(client, keys)]
 
     def _read(

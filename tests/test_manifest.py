@@ -225,6 +225,7 @@ def test_more_manifests_than_one_scan_gives_are_all_loaded(manifests):
     ]
     manifests.commit((block, entry) for block in blocks)
     assert {block.prefix_hash for block, _ in manifests.load()} == {b.prefix_hash for b in blocks}
+    assert len(manifests.load(most=1500)) == 2000, "whole scans, and no more than needed"
 
 
 def test_a_redis_that_is_not_there_is_unavailable_and_warned_of_once(caplog):
