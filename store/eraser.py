@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
     from tailreplay.store.catalog import Catalog
     from tailreplay.store.ledger import Ledger
-    from tailreplay.store.objects import Kind
+    from tailreplay.store.objects import Kind, ObjectName
     from tailreplay.store.quota import TierName
     from tailreplay.store.record import Record
     from tailreplay.store.tiers import Tiers
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _BATCH = 256
+_PAUSE_S = 0.02
 _ROUNDS = 3
 """A write that was on its way may land behind a first deletion in Redis."""
 
@@ -61,12 +64,16 @@ class Eraser:
         catalog: what exists.
         tiers: where it is.
         ledger: Redis, for what the index does not know; None without Redis.
+        patience_s: how long to wait for those who read or write what is deleted.
     """
 
-    def __init__(self, catalog: Catalog, tiers: Tiers, ledger: Ledger | None) -> None:
+    def __init__(
+        self, catalog: Catalog, tiers: Tiers, ledger: Ledger | None, patience_s: float = 3.0
+    ) -> None:
         self._catalog = catalog
         self._tiers = tiers
         self._ledger = ledger
+        self._patience_s = patience_s
 
     def clear(self, namespaces: Collection[bytes] | None) -> Erased:
         """Forgets all objects of some namespaces, or of all.
@@ -98,13 +105,27 @@ class Eraser:
         records = self._catalog.select(
             lambda r: namespaces is None or r.name.namespace in namespaces
         )
+        held: list[ObjectName] = []
         for batch in _batches(records):
             names = [record.name for record in batch]
             for record in batch:
                 done.note(record)
             self._catalog.lost(*batch)
             done.overwritten_bytes += self._tiers.delete(names, overwrite=overwrite)
-            done.held += self._tiers.held(names)
+            held += self._tiers.held(names)
+        done.held = len(self._let_go(held))
+
+    def _let_go(self, held: list[ObjectName]) -> list[ObjectName]:
+        """Waits a while for those who hold deleted objects; what is written to Redis has arrived.
+
+        Returns:
+            What is held all the same.
+        """
+        pause, give_up_s = threading.Event(), time.monotonic() + self._patience_s
+        while held and time.monotonic() < give_up_s:
+            pause.wait(_PAUSE_S)
+            held = self._tiers.held(held)
+        return held
 
     def _delete_in_redis(self, namespaces: Collection[bytes], done: Erased) -> None:
         if self._ledger is None:

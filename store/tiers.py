@@ -241,10 +241,11 @@ class Tiers:
         """Drop objects from Redis alone."""
         self._forget([object_key(name) for name in names])
 
-    def held(self, names: Sequence[ObjectName]) -> int:
-        """Count deleted objects that somebody still reads."""
+    def held(self, names: Sequence[ObjectName]) -> list[ObjectName]:
+        """Tell which deleted objects somebody still reads, or writes to Redis."""
+        self._purge()
         with self._lock:
-            return sum(object_key(name) in self._doomed for name in names)
+            return [name for name in names if object_key(name) in self._doomed]
 
     def renew(self, names: Sequence[ObjectName]) -> list[bool | None]:
         """Give objects in Redis a new life.

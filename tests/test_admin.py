@@ -1,6 +1,7 @@
 """What operators do, over real gRPC on LMCache's pool."""
 
 import os
+import threading
 from contextlib import closing
 
 import grpc
@@ -313,6 +314,23 @@ def test_what_a_reader_holds_is_nobody_elses_and_goes_with_it(server, client):
     assert (answer.held_objects, answer.cpu_objects_left) == (1, 0)
     assert bytes(held[0].data) == bytes(BLOCK)
     server.store.tiers.unpin(held)
+    assert client.stats().pool_used_bytes == 0
+
+
+def test_erasing_waits_for_readers_that_are_about_to_let_go(server, client):
+    prefix = prefix_of(tenant="reader")
+    client.put(prefix, prefix.spans(KV))
+    held = server.store.tiers.pin([(prefix.name(KV, 256), BLOCK)], urgent=True, timeout_s=5)
+
+    def let_go() -> None:
+        until(lambda: server.store.catalog.record(prefix.name(KV, 256)) is None)
+        server.store.tiers.unpin(held)
+
+    reader = threading.Thread(target=let_go)
+    reader.start()
+    answer = client.admin.Erase(pb.EraseRequest(tenant=prefix.tenant), timeout=20)
+    reader.join(20)
+    assert answer.held_objects == 0
     assert client.stats().pool_used_bytes == 0
 
 

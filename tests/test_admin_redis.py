@@ -255,3 +255,18 @@ def test_erasing_and_limits_reach_every_server(start_redis):
         assert client.match(other).matched_tokens == 1000
         for raw in raws:
             raw.close()
+
+
+def test_what_is_on_its_way_to_redis_when_it_is_erased_does_not_arrive(running):
+    server, raw = running
+    with serve_in_thread(redis_url=server.url) as store, closing(Client(store.address)) as client:
+        for _ in range(10):
+            prefix = prefix_of(ACME, range(10_000))
+            client.put(prefix)
+            answer = client.admin.Erase(pb.EraseRequest(tenant=ACME), timeout=20)
+            assert (answer.held_objects, answer.redis_keys_left) == (0, 0)
+            settle(client)
+            marks = (prefix.namespace, prefix.namespace.hex().encode())
+            found = [key for key in raw.scan_iter() if any(mark in key for mark in marks)]
+            assert found == []
+            assert client.match(prefix).matched_tokens == 0
