@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from tailreplay.store.errors import NotAllowed, NotAuthenticated
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,6 @@ METADATA_KEY = "authorization"
 BEARER = "Bearer "
 _SCOPE_CONTEXT = "tailreplay scope v1"
 _TENANT = r"^[A-Za-z0-9._-]{1,64}$"
-_DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class Role(enum.StrEnum):
@@ -137,7 +136,7 @@ class Access:
         # Guarded by _lock: what the file said, its stamp then, and whether it was readable.
         self._lock = threading.Lock()
         self._stamp = _stamp(token_file) if token_file is not None else ()
-        self._principals = _read(token_file) if token_file is not None else ()
+        self._principals = _read(token_file) if token_file is not None else {}
 
     @property
     def is_open(self) -> bool:
@@ -187,16 +186,16 @@ class Access:
         return found
 
     def _find(self, digest: bytes) -> Principal | None:
-        found = None
-        for principal in self._loaded():
-            # Every one is compared, each in constant time.
-            if hmac.compare_digest(principal.token_digest, digest):
-                found = principal
+        # Looked up by a keyed hash of the digest of the token, and then compared in constant time:
+        # how long it takes says nothing about a token that is good.
+        found = self._loaded().get(digest)
+        if found is None or not hmac.compare_digest(found.token_digest, digest):
+            return None
         return found
 
-    def _loaded(self) -> tuple[Principal, ...]:
+    def _loaded(self) -> Mapping[bytes, Principal]:
         if self._file is None:
-            return ()
+            return {}
         with self._lock:
             stamp = _stamp(self._file)
             if stamp != self._stamp:
@@ -228,7 +227,8 @@ def _stamp(file: Path) -> tuple[int, ...]:
     return (stat.st_ino, stat.st_dev, stat.st_size, stat.st_mtime_ns)
 
 
-def _read(file: Path) -> tuple[Principal, ...]:
+def _read(file: Path) -> dict[bytes, Principal]:
+    """Callers by the digests of their tokens."""
     try:
         listed = TokenFile.model_validate_json(file.read_bytes())
     except OSError as error:
@@ -239,4 +239,8 @@ def _read(file: Path) -> tuple[Principal, ...]:
             for item in error.errors(include_url=False, include_input=False)
         )
         raise ValueError(f"token file {file}: {faults}") from None
-    return tuple(entry.principal() for entry in listed.tokens)
+    callers = [entry.principal() for entry in listed.tokens]
+    by_digest = {caller.token_digest: caller for caller in callers}
+    if len(by_digest) < len(callers):
+        raise ValueError(f"token file {file}: a token is listed twice")
+    return by_digest

@@ -112,7 +112,7 @@ def client_of_socket(sock: socket.socket) -> Client:
 
 
 def _host(text: str) -> str:
-    """An address in one spelling; IPv4 inside IPv6 is IPv4."""
+    """An address in one spelling: IPv4 inside IPv6 is IPv4, and this machine is this machine."""
     address = ipaddress.ip_address(text.strip("[]").partition("%")[0])
-    mapped = getattr(address, "ipv4_mapped", None)
-    return str(mapped or address)
+    address = getattr(address, "ipv4_mapped", None) or address
+    return "loopback" if address.is_loopback else str(address)

@@ -14,7 +14,7 @@ import grpc
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.proto import store_pb2_grpc as rpc
 from tailreplay.store.access import let_group_in
-from tailreplay.store.address import socket_path
+from tailreplay.store.address import is_local, socket_path
 from tailreplay.store.admin import ADMIN_SERVICE_NAME, add_admin
 from tailreplay.store.auth import Access, Role
 from tailreplay.store.config import StoreConfig
@@ -27,7 +27,7 @@ from tailreplay.store.service import StoreService, add_store
 from tailreplay.store.tls import ServerTls
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from tailreplay.store.objects import Kind
 
@@ -85,6 +85,7 @@ class StoreServer:
         except BaseException:
             self._close(grace_s=0)
             raise
+        _warn_of_open_doors(config, (self.address, self.admin_address, self.http_address))
         logger.info(
             "serving at %s: pool %d bytes, redis %s, tokens %s, tls %s; operators at %s, "
             "probes at %s",
@@ -203,6 +204,14 @@ def _tls(config: StoreConfig) -> ServerTls | None:
 
 def _probes(config: StoreConfig, access: Access, tls: ServerTls | None) -> Probes | None:
     return Probes(config.http_listen, access, tls) if config.http_listen is not None else None
+
+
+def _warn_of_open_doors(config: StoreConfig, addresses: Iterable[str | None]) -> None:
+    if config.tls_cert and config.token_file:
+        return
+    for address in addresses:
+        if address is not None and not is_local(address):
+            logger.warning("%s is open to the network without TLS or without tokens", address)
 
 
 def _in_words(tls: ServerTls | None) -> str:

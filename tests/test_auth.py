@@ -1,6 +1,7 @@
 """Tokens: who is let in, what each role may do, and that nothing says a token aloud."""
 
 import hashlib
+import json
 import logging
 
 import pytest
@@ -125,6 +126,14 @@ def test_a_malformed_entry_is_refused_at_start_without_its_digest(tmp_path, entr
     with pytest.raises(ValueError, match=r"token file .*t\.json") as caught:
         Access(file)
     assert hashlib.sha256(b"token-bad").hexdigest() not in str(caught.value)
+
+
+def test_one_token_is_not_two_tenants(tmp_path):
+    file = write_tokens(tmp_path / "t.json", acme={"tenant": "acme"})
+    (entry,) = json.loads(file.read_text())["tokens"]
+    file.write_text(json.dumps({"tokens": [entry, entry | {"tenant": "rival"}]}))
+    with pytest.raises(ValueError, match="listed twice"):
+        Access(file)
 
 
 def test_roles_may_do_what_is_theirs(file):

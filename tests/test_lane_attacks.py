@@ -19,7 +19,7 @@ from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
 from tailreplay.store.auth import ANYONE, Principal, Role
 from tailreplay.store.errors import NotAuthenticated
-from tailreplay.store.lane_tickets import Client, Tickets
+from tailreplay.store.lane_tickets import Client, Tickets, _host
 from tailreplay.store.lane_wire import (
     HELLO,
     MAGIC,
@@ -417,6 +417,33 @@ def test_a_ticket_is_for_one_client_once_and_soon(clock):
             continue
         with pytest.raises(NotAuthenticated):
             tickets.redeem(ticket, here)
+
+
+@pytest.mark.parametrize("listen", ["localhost:0", "[::1]:0"])
+def test_a_client_is_the_same_by_each_of_this_machines_addresses(listen, prefix):
+    """gRPC may take ::1 where the lane takes 127.0.0.1."""
+    with (
+        serve_in_thread(listen=listen) as server,
+        StoreClient(server.address, match_timeout_s=WAIT_S) as client,
+    ):
+        lane_objects.put(client, prefix)
+        with opened(client) as sock:  # there is one
+            assert sock.fileno() >= 0
+
+
+@pytest.mark.parametrize(
+    ("text", "host"),
+    [
+        ("10.1.2.3", "10.1.2.3"),
+        ("::ffff:10.1.2.3", "10.1.2.3"),
+        ("[fe80::1%eth0]", "fe80::1"),
+        ("::1", "loopback"),
+        ("127.0.0.9", "loopback"),
+        ("::ffff:127.0.0.1", "loopback"),
+    ],
+)
+def test_a_hosts_address_has_one_spelling(text, host):
+    assert _host(text) == host
 
 
 def test_who_asks_for_many_tickets_loses_its_own(clock):
