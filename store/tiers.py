@@ -31,6 +31,7 @@ from tailreplay.store.misses import Miss
 from tailreplay.store.objects import ObjectName
 from tailreplay.store.pins import PinBooks, Pinned, Source
 from tailreplay.store.pool import Pool
+from tailreplay.store.redis_l2 import TailReplayRedisL2  # which makes it known to LMCache
 from tailreplay.store.redis_l2_config import TailReplayRedisL2Config
 from tailreplay.store.urgent_gate import UrgentGate
 from tailreplay.store.write_back import WriteBack
@@ -85,7 +86,7 @@ class Tiers:
         self._doomed: set[ObjectKey] = set()
         self._closed = False
         self._behind = [adapter for _, adapter in self._manager.l2_adapters()]
-        self._redis = self._behind[0] if adapters else None
+        self._redis: TailReplayRedisL2 | None = self._behind[0] if adapters else None
         self._loader = Loader(self._l1, self._manager, pool.size_bytes, self._cancel)
         self._write_back = WriteBack[ObjectKey](
             on_stored=lambda keys: on_redis_stored([object_name(key) for key in keys]),

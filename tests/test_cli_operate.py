@@ -271,7 +271,9 @@ def test_doctor_looks_at_redis(start_redis, tmp_path):
         answer = json.loads(done.stdout)
         found = states(answer)
         assert (found["redis policy"], done.exit_code) == ("fail", 1)
-        assert (found["redis"], found["redis memory"], found["redis lives"]) == ("ok",) * 3
+        wanted = ("redis version", "redis memory", "redis lives")
+        assert [found[name] for name in wanted] == ["ok"] * 3
+        assert found["redis"] in ("ok", "warn")  # a busy machine may be slow to answer
         todo = next(c["todo"] for c in answer["checks"] if c["check"] == "redis policy")
         assert "noeviction" in todo
         redis_server.kill()
