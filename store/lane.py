@@ -53,7 +53,7 @@ from tailreplay.store.put_source import PutSource, SocketSource, StagedSource
 from tailreplay.store.staging import Staging
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from tailreplay.store.auth import Access, Principal
     from tailreplay.store.core import Store
@@ -67,6 +67,7 @@ _MAX_WAITING = 64
 _PAUSE_S = 0.05
 _MAX_OBJECTS = 1 << 17
 _STAGING_SHARE = 16
+_BATCH_BYTES = 4 << 20
 _ENDS = (RecordKind.RANGE_END, RecordKind.MISSING, RecordKind.BARRIER)
 _PEER_CREDENTIALS = struct.Struct("3i")
 
@@ -320,34 +321,39 @@ class Lane:
     def _fetch(
         self, sock: socket.socket, request: pb.FetchRequest, placed: bool, caller: Principal
     ) -> None:
-        def cancel() -> None:
-            hang_up(sock)
-
-        waiting: list[bytes] = []
         fetch = self._store.fetch(
-            request, cancel, is_gone=lambda: has_hung_up(sock), placed=placed, caller=caller
+            request,
+            lambda: hang_up(sock),
+            is_gone=lambda: has_hung_up(sock),
+            placed=placed,
+            caller=caller,
         )
         with closing(fetch) as frames:
-            for frame in frames:
-                if frame.record.kind is RecordKind.LEASE:
-                    continue
-                if not placed:
-                    _send_frame(sock, frame)
-                    continue
-                # Placed rows are 80 bytes each: sent together, at the end of their range.
-                waiting.append(_placed(frame.record).pack())
-                if frame.record.kind in _ENDS:
-                    try:
-                        send(sock, waiting)
-                        if frame.record.kind is RecordKind.BARRIER:
-                            _wait_seen(sock, self._store.leases.stall_limit_s)
-                    except BaseException:
-                        # Before the pins end: a reader that finds the lane open after it has
-                        # copied knows that what it copied was pinned all along.
-                        cancel()
-                        raise
-                    waiting.clear()
-        send(sock, [*waiting, LaneRecord(RecordKind.DONE).pack()])
+            if placed:
+                self._send_places(sock, frames)
+            else:
+                _send_rows(sock, frames)
+        send(sock, [LaneRecord(RecordKind.DONE).pack()])
+
+    def _send_places(self, sock: socket.socket, frames: Iterable[Frame]) -> None:
+        """Says where rows lie, range by range, and waits at the end of each window."""
+        waiting: list[bytes] = []
+        for frame in frames:
+            if frame.record.kind is RecordKind.LEASE:
+                continue
+            waiting.append(_placed(frame.record).pack())
+            if frame.record.kind not in _ENDS:
+                continue
+            try:
+                send(sock, waiting)
+                if frame.record.kind is RecordKind.BARRIER:
+                    _wait_seen(sock, self._store.leases.stall_limit_s)
+            except BaseException:
+                # Before the pins end: a reader that finds the lane open after it has copied
+                # knows that what it copied was pinned all along.
+                hang_up(sock)
+                raise
+            waiting.clear()
 
     def _stage(self, sock: socket.socket, caller: Principal) -> None:
         """Gives a lane a staging segment, if it may map memory and there is any left for that."""
@@ -419,13 +425,27 @@ def _listener(listen: str, access_gid: int | None) -> tuple[socket.socket, str]:
     return sock, address
 
 
-def _send_frame(sock: socket.socket, frame: Frame) -> None:
+def _send_rows(sock: socket.socket, frames: Iterable[Frame]) -> None:
+    """Sends frames, some at a time: what is sent drives all else out of the processor's cache."""
+    waiting: list[bytes | memoryview] = []
+    waiting_bytes = 0
+    for frame in frames:
+        waiting += _sent(frame)
+        waiting_bytes += frame.payload_bytes
+        if frame.record.kind in _ENDS or waiting_bytes >= _BATCH_BYTES:
+            send(sock, waiting)
+            waiting.clear()
+            waiting_bytes = 0
+
+
+def _sent(frame: Frame) -> list[bytes | memoryview]:
+    """A frame as it is sent, if it is."""
     record = frame.record
-    if record.kind is RecordKind.BARRIER:
-        return
+    if record.kind in (RecordKind.LEASE, RecordKind.BARRIER):
+        return []
     if record.kind is RecordKind.ROWS:
         record = record._replace(crc32c=frame.crc32c, offset=0, stride=0)
-    send(sock, [record.pack(), *frame.parts])
+    return [record.pack(), *frame.parts]
 
 
 def _placed(record: LaneRecord) -> LaneRecord:

@@ -55,7 +55,8 @@ class Frame(NamedTuple):
 
     Attributes:
         record: what it says; rows carry no checksum yet.
-        parts: the payload of rows, in pool memory, valid until the next frame is asked for.
+        parts: the payload of rows, in pool memory, good until more is asked for than the end of
+            the window.
         header: of the object that the rows are of.
     """
 
