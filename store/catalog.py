@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from tailreplay.store.errors import GeometryMismatch, StoreUnavailable
 from tailreplay.store.eviction_order import EvictionOrder
 from tailreplay.store.index import TokenIndex
-from tailreplay.store.manifest import Manifests, entry_of
+from tailreplay.store.manifest import Manifests
+from tailreplay.store.manifest_form import entry_of
 from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind, ObjectName, Provenance
 from tailreplay.store.public_scope import merged_path, parts_of, with_public
 from tailreplay.store.quota import Quotas

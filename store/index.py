@@ -20,20 +20,16 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from tailreplay.store.blocks import NONE, PAGES, Blocks
 from tailreplay.store.chain import DIGEST_BYTES
 from tailreplay.store.checkpoints import Checkpoints
 from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Kind, ObjectName
-from tailreplay.store.record import EXISTS, IN_REDIS, Objects, Record
+from tailreplay.store.record import EXISTS, Objects, Record
 from tailreplay.store.runs import runs_along
 from tailreplay.store.views import Block, Match, Node, Path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-
-    import numpy.typing as npt
 
     from tailreplay.store.prompt import Prompt
 
@@ -333,35 +329,12 @@ class TokenIndex:
     def expired(
         self, now_s: float, first: int, count: int, *, most: int, only_redis: bool = False
     ) -> tuple[list[Record], int]:
-        """Objects in Redis whose manifest has expired, as `some_records`.
-
-        Args:
-            now_s: on the store's clock.
-            first: row to begin with.
-            count: rows to look at.
-            most: records to return.
-            only_redis: leave out those that the CPU tier has too.
-        """
-        end = min(first + count, len(self.objects.kinds))
-        states = np.frombuffer(self.objects.states, np.uint8)[first:end]
-        untils = np.frombuffer(self.objects.untils, np.uint32)[first:end]
-        asked, wanted = (EXISTS, IN_REDIS) if only_redis else (IN_REDIS, IN_REDIS)
-        rows = np.flatnonzero((states & asked == wanted) & (untils <= now_s)) + first
-        if len(rows) > most:
-            rows, end = rows[:most], int(rows[most])
-        some = [
-            self.objects.record(row, self._namespace(self.objects.homes[row]))
-            for row in rows.tolist()
-        ]
-        return some, end if end < len(self.objects.kinds) else 0
-
-    def untils(self, sample: int) -> npt.NDArray[np.uint32]:
-        """When manifests of objects that only Redis has expire; of about `sample` rows."""
-        step = max(1, len(self.objects.kinds) // sample)
-        states = np.frombuffer(self.objects.states, np.uint8)[::step]
-        untils = np.frombuffer(self.objects.untils, np.uint32)[::step]
-        found: npt.NDArray[np.uint32] = untils[states & EXISTS == IN_REDIS]
-        return found
+        """Objects in Redis whose manifest has expired; as `Objects.expired`, records for rows."""
+        rows, following = self.objects.expired(
+            now_s, first, count, most=most, only_redis=only_redis
+        )
+        homes = self.objects.homes
+        return [self.objects.record(r, self._namespace(homes[r])) for r in rows], following
 
     def records_of(self, rows: Iterable[int], kind: Kind) -> Iterator[Record]:
         """Objects of some blocks, all of one namespace, ascending by token."""

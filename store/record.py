@@ -13,10 +13,14 @@ from array import array
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
+import numpy as np
+
 from tailreplay.store.objects import Kind, ObjectName, Provenance
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import numpy.typing as npt
 
 IN_CPU = 1
 IN_REDIS = 2
@@ -299,3 +303,32 @@ class Objects:
     def rows(self) -> Iterator[int]:
         """Every row in use."""
         return (row for row, kind in enumerate(self.kinds) if kind)
+
+    def expired(
+        self, now_s: float, first: int, count: int, *, most: int, only_redis: bool
+    ) -> tuple[list[int], int]:
+        """Rows of objects in Redis whose manifest has expired, and the row to go on from; 0 = end.
+
+        Args:
+            now_s: on the store's clock.
+            first: row to begin with.
+            count: rows to look at.
+            most: rows to return.
+            only_redis: leave out those that the CPU tier has too.
+        """
+        end = min(first + count, len(self.kinds))
+        states = np.frombuffer(self.states, np.uint8)[first:end]
+        untils = np.frombuffer(self.untils, np.uint32)[first:end]
+        asked = EXISTS if only_redis else IN_REDIS
+        rows = np.flatnonzero((states & asked == IN_REDIS) & (untils <= now_s)) + first
+        if len(rows) > most:
+            rows, end = rows[:most], int(rows[most])
+        return rows.tolist(), end if end < len(self.kinds) else 0
+
+    def expiries(self, sample: int) -> npt.NDArray[np.uint32]:
+        """When manifests of objects that only Redis has expire; of about `sample` rows."""
+        step = max(1, len(self.kinds) // sample)
+        states = np.frombuffer(self.states, np.uint8)[::step]
+        untils = np.frombuffer(self.untils, np.uint32)[::step]
+        found: npt.NDArray[np.uint32] = untils[states & EXISTS == IN_REDIS]
+        return found

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tailreplay.store.index import TokenIndex
-    from tailreplay.store.manifest import Entry
+    from tailreplay.store.manifest_form import Entry
     from tailreplay.store.prompt import Prompt
     from tailreplay.store.record import Record
     from tailreplay.store.shared_index import Beyond
@@ -78,7 +78,7 @@ class RedisListing:
         """
         until_s, only_redis = self._clock(), False
         if len(self._index) > self._max_blocks:
-            untils = self._index.untils(_SAMPLE)
+            untils = self._index.objects.expiries(_SAMPLE)
             share = min(1.0, 1.1 - self._max_blocks / len(self._index))
             if len(untils):
                 until_s, only_redis = max(until_s, float(np.quantile(untils, share))), True

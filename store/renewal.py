@@ -14,7 +14,8 @@ from tailreplay.store.objects import Kind, ObjectName
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tailreplay.store.manifest import Entry, Manifests
+    from tailreplay.store.manifest import Manifests
+    from tailreplay.store.manifest_form import Entry
     from tailreplay.store.views import Block
 
 logger = logging.getLogger(__name__)

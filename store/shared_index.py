@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import redis
 
 from tailreplay.store.chain import common_tokens
-from tailreplay.store.manifest import NAME_BYTES, children_key, manifest_key, parsed_manifest
+from tailreplay.store.manifest_form import NAME_BYTES, children_key, manifest_key, parsed_manifest
 from tailreplay.store.manifest_seal import MARKS
 from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind
 from tailreplay.store.redis_servers import Question
@@ -33,7 +33,7 @@ from tailreplay.store.redis_servers import Question
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from tailreplay.store.manifest import Entry
+    from tailreplay.store.manifest_form import Entry
     from tailreplay.store.manifest_seal import Seal
     from tailreplay.store.prompt import Prompt
     from tailreplay.store.redis_servers import RedisServers

@@ -45,7 +45,7 @@ from tailreplay.store.lane_wire import (
     receive,
     unpack_record,
 )
-from tailreplay.store.manifest import Entry, manifest_key, parsed_manifest
+from tailreplay.store.manifest_form import Entry, manifest_key, parsed_manifest
 from tailreplay.store.manifest_seal import MARKS, Encrypted
 from tailreplay.store.objects import Kind, Provenance
 from tailreplay.store.redis_envelope import Content, Envelope, Plain, Sealed
@@ -357,7 +357,7 @@ def _check_rows(request: pb.FetchRequest, number: int, rows: object, data: bytes
 
 def _manifest_fields() -> dict[bytes, bytes]:
     """A manifest's values without their seals, made by the store's own packing."""
-    from tailreplay.store.manifest import _pack_block, _pack_entry
+    from tailreplay.store.manifest_form import pack_block, pack_entry
     from tailreplay.store.views import Block
 
     hash_at = GOLDEN.chain.prefix_hash
@@ -369,7 +369,7 @@ def _manifest_fields() -> dict[bytes, bytes]:
         Entry("2", 900, Provenance.EXACT, tail_figures=bytes(range(12))),
         Entry(f"c300:{digest.hex()}", 77, Provenance.APPROXIMATE, hash_at(300), digest),
     ]
-    return {b"b": _pack_block(block)} | {e.field.encode(): _pack_entry(e) for e in entries}
+    return {b"b": pack_block(block)} | {e.field.encode(): pack_entry(e) for e in entries}
 
 
 def _drained(sock: socket.socket) -> None:

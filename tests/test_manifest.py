@@ -10,7 +10,8 @@ from store_objects import Prefix
 
 from tailreplay.store.errors import StoreUnavailable
 from tailreplay.store.index import TokenIndex
-from tailreplay.store.manifest import Entry, Manifests
+from tailreplay.store.manifest import Manifests
+from tailreplay.store.manifest_form import Entry
 from tailreplay.store.objects import Provenance
 from tailreplay.store.views import Block
 

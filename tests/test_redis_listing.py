@@ -6,7 +6,7 @@ from store_objects import Prefix
 from waiting import Clock
 
 from tailreplay.store.index import TokenIndex
-from tailreplay.store.manifest import Entry
+from tailreplay.store.manifest_form import Entry
 from tailreplay.store.objects import Kind, Provenance
 from tailreplay.store.prompt import Prompt
 from tailreplay.store.record import Record

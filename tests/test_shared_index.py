@@ -18,7 +18,7 @@ from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
 from tailreplay.store.chain import common_tokens, digest_key, running_digests
 from tailreplay.store.config import StoreConfig
-from tailreplay.store.manifest import children_key, manifest_key
+from tailreplay.store.manifest_form import children_key, manifest_key
 from tailreplay.store.objects import Kind
 from tailreplay.store.shared_index import SharedIndex
 

@@ -14,7 +14,8 @@ from store_objects import Prefix
 
 from tailreplay.store.catalog import Catalog
 from tailreplay.store.index import TokenIndex
-from tailreplay.store.manifest import Entry, Manifests, manifest_key
+from tailreplay.store.manifest import Manifests
+from tailreplay.store.manifest_form import Entry, manifest_key
 from tailreplay.store.objects import Provenance
 from tailreplay.store.shared_index import SharedIndex
 

@@ -192,7 +192,8 @@ def _redis_bytes(blocks: int) -> Field:
     import redis
     from redis_server import RedisServer
 
-    from tailreplay.store.manifest import Entry, Manifests
+    from tailreplay.store.manifest import Manifests
+    from tailreplay.store.manifest_form import Entry
     from tailreplay.store.objects import Provenance
     from tailreplay.store.redis_endpoint import RedisEndpoint
     from tailreplay.store.redis_servers import RedisServers

@@ -14,7 +14,7 @@ from store_objects import Prefix, put_frames
 import tailreplay.store
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
-from tailreplay.store.manifest import parsed_manifest
+from tailreplay.store.manifest_form import parsed_manifest
 from tailreplay.store.manifest_seal import MARKS
 
 ROOT = Path(tailreplay.store.__path__[0]).parent
