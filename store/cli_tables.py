@@ -174,6 +174,8 @@ def _word(enum_name: str) -> str:
 def _shown(name: str, value: Any) -> str:  # noqa: ANN401 - JSON
     if value is None:
         return "-"
-    if name.endswith(_SIZES) and str(value).isdecimal():
+    if (name == "bytes" or name.endswith(_SIZES)) and str(value).isdecimal():
         return human_bytes(int(value))
+    if isinstance(value, float):
+        return f"{value:.4g}"
     return str(value)
