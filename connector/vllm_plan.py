@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Asked:
-    """What a lookup, on its own thread, has found."""
+    """What a lookup, on its own thread, has found; no namespace = nothing may be stored."""
 
     namespace: bytes
     stored: StoredPrefix

@@ -119,6 +119,8 @@ class SchedulerSide:
         tracked.queried_tokens = request.num_tokens - local_tokens
         tracked.local_tokens, tracked.local = local_tokens, None
         tracked.tainted = self._mixed and local_tokens > 0
+        if request.skip_reading_prefix_cache:  # all its logits are wanted, or its hiddens
+            tracked.failed = "not_read"
         if tracked.policy.mode == "off" or tracked.failed is not None:
             return 0, False
         if not tracked.asked.done():
@@ -342,7 +344,11 @@ class SchedulerSide:
 
     def _ask(self, request: Any, tokens: ExtendedTokens, policy: CachePolicy) -> Asked:
         """Runs on a thread of its own. Never raises what a request would have to know of."""
-        namespace = self._namespaces.of(request)
+        try:
+            namespace = self._namespaces.of(request)
+        except Exception:  # whatever it is, the request can be served without a cache
+            logger.exception("a prompt has no name: it is prefilled, and not stored")
+            return Asked(b"", NOTHING, "not_named")
         if policy.mode == "off":
             return Asked(namespace, NOTHING)
         try:
@@ -356,6 +362,8 @@ class SchedulerSide:
         if not tracked.asked.done() or tracked.policy.mode == "off":
             return None
         asked = tracked.asked.result()
+        if not asked.namespace:
+            return None
         stored = asked.stored
         return KeepBegin(
             asked.namespace,

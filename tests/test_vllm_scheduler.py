@@ -136,6 +136,28 @@ def test_no_gap_is_closed_over_a_medium_or_behind_one(state: int, media: int, us
     assert plan.lost == ({"media": 700 - used} if used < 700 else {})
 
 
+def test_a_prompt_whose_logits_are_all_wanted_is_not_read_but_stored():
+    with serve_in_thread() as server:
+        side = scheduler_side(server.address)
+        asked = incoming(STORED)
+        leave(server.address, side._namespaces.of(asked), 1000, 512)
+        asked.skip_reading_prefix_cache = True
+        assert answered(side, asked) == (0, False)
+        assert side._tracked["r"].asked.result().reason is None
+        assert side._begin(side._tracked["r"]) is not None
+        side.close()
+
+
+def test_a_prompt_that_can_not_be_named_is_served_and_not_stored():
+    with serve_in_thread() as server:
+        side = scheduler_side(server.address)
+        asked = incoming(STORED)
+        asked.lora_request = object()  # without a folder
+        assert answered(side, asked) == (0, False)
+        assert side._begin(side._tracked["r"]) is None
+        side.close()
+
+
 @pytest.fixture
 def loading() -> Iterator[tuple[SchedulerSide, Any]]:
     """A scheduler's side of two ranks, and a request of which 600 tokens are being loaded."""

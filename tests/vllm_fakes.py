@@ -129,6 +129,7 @@ def incoming(ids: list[int]) -> Any:
         num_computed_tokens=0,
         num_in_flight_tokens=0,
         kv_transfer_params=None,
+        skip_reading_prefix_cache=False,
     )
 
 
