@@ -43,7 +43,7 @@ from tailreplay.store import serve_in_thread
 def reason(error: Exception) -> str:
     """The last error that the log of an engine tells."""
     lines = [line for line in str(error).splitlines() if "Error: " in line]
-    return lines[-1].partition("] ")[2] or lines[-1] if lines else str(error)[-200:]
+    return lines[-1].partition("]: ")[2] or lines[-1] if lines else str(error)[-200:]
 
 
 def main() -> None:
