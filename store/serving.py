@@ -38,6 +38,8 @@ def serve_until_stopped(flags: dict[str, Any], file: Path | None) -> None:
         setting = name.removeprefix(ENV_PREFIX).lower()
         if name.startswith(ENV_PREFIX) and setting not in StoreConfig.model_fields:
             logger.warning("%s is no setting of a store, ignored", name)
+    # Sockets, and the files of a bulk tier, are for this user, unless a setting lets others in.
+    os.umask(0o077)
     # The tier engine reports home and draws a banner unless told not to before it is imported.
     os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
     os.environ.setdefault("LMCACHE_DISABLE_BANNER", "1")

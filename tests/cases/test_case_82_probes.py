@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from contextlib import closing
+from pathlib import Path
 
 import grpc
 import pytest
@@ -63,6 +64,8 @@ def test_a_store_says_when_traffic_may_come_and_when_no_more(tmp_path):
                     request = health_pb2.HealthCheckRequest(service=service)
                     assert stub.Check(request, timeout=WAIT_S).status == 1
             assert status(http, "/metrics") == 200
+            # What it makes from here on, as files of a bulk tier, is for its own user.
+            assert "Umask:\t0077" in Path(f"/proc/{store.pid}/status").read_text()
             store.send_signal(signal.SIGTERM)
             assert store.wait(WAIT_S) == 0
             assert status(http, "/readyz") is None
