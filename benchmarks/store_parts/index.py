@@ -95,6 +95,7 @@ def _lookups(index: dict[str, int], calls: int) -> Field:
                 busy, no_index = zip(
                     *((look(), look(_NOTHING)[0]) for _ in range(calls)), strict=True
                 )
+                in_store = store.ask("time_matches", prompt=1, tokens=PROMPT_TOKENS, calls=calls)
             evicted = store.ask("figures")["evicted_bytes"]
             stats_s = _seconds_of_stats(client)
         finally:
@@ -107,6 +108,7 @@ def _lookups(index: dict[str, int], calls: int) -> Field:
         "max_ms": max(times),
         "no_index_p99_ms": float(np.percentile(no_index, 99)),
         "no_index_p50_ms": statistics.median(no_index),
+        **in_store,
         "quiet_cpu_ms": cpu_ms,
         "quiet_p50_ms": statistics.median(quiet),
         "quiet_p99_ms": float(np.percentile(quiet, 99)),

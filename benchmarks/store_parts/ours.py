@@ -169,7 +169,7 @@ def ours_child(shape: list[int], listen: str, rounds: int, tls: bool = False) ->
 
 def store_child(**settings: Any) -> None:  # noqa: ANN401 - settings of the store
     """Role of our server; `evict` empties the CPU tier, `synthesize` fills the index alone."""
-    from store_parts.synthetic import synthesize
+    from store_parts.synthetic import synthesize, time_matches
     from tailreplay.store.config import StoreConfig
     from tailreplay.store.server import StoreServer
 
@@ -188,6 +188,7 @@ def store_child(**settings: Any) -> None:  # noqa: ANN401 - settings of the stor
             "evict": evict,
             "figures": store.catalog.figures,
             "synthesize": lambda **how: synthesize(store.catalog, **how),
+            "time_matches": lambda **how: time_matches(store, **how),
         }
         answer_commands(facts, handlers)
     finally:

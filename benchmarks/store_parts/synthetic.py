@@ -12,13 +12,16 @@ import tracemalloc
 import numpy as np
 
 from store_parts.children import Answer, answer_commands, rss_bytes
+from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.catalog import Catalog, records_on
 from tailreplay.store.chain import digest_key
+from tailreplay.store.core import Store
 from tailreplay.store.evictor import Evictor
 from tailreplay.store.index import TokenIndex
 from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind
 from tailreplay.store.prompt import Prompt
 from tailreplay.store.record import IN_REDIS
+from tailreplay.store.tokens import to_wire
 
 _CHAIN_BLOCKS = 512
 
@@ -51,6 +54,23 @@ def synthesize(catalog: Catalog, prompt: int, tokens: int, blocks: int, siblings
     finally:
         gc.enable()
     return {"blocks": len(index), "build_s": time.perf_counter() - started_s}
+
+
+def time_matches(store: Store, prompt: int, tokens: int, calls: int) -> Answer:
+    """CPU of what the store's thread does for a lookup, without gRPC; others' work left out."""
+    from store_parts import ours
+
+    wire = to_wire(ours.Prompt(prompt, tokens).tokens)
+    request = pb.MatchRequest(namespace=ours.NAMESPACE, tokens=wire)
+    times = []
+    for _ in range(calls):
+        started_s = time.thread_time()
+        store.match(request)
+        times.append((time.thread_time() - started_s) * 1000)
+    return {
+        "store_cpu_p50_ms": float(np.median(times)),
+        "store_cpu_p99_ms": float(np.percentile(times, 99)),
+    }
 
 
 def grow(index: TokenIndex, namespace: bytes, blocks: int) -> list[bytes]:
