@@ -2,6 +2,7 @@
 
     python -P benchmarks/error_figures.py
     python -P benchmarks/error_figures.py --samples 2
+    python -P benchmarks/error_figures.py --cost
 
 An engine prefills a prefix and stores it; the figures for a boundary inside are those that Match
 gives for it. Then every tail is replayed, group by group, and held against them.
@@ -10,7 +11,9 @@ gives for it. Then every tail is replayed, group by group, and held against them
 import argparse
 import json
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +33,7 @@ from tailreplay.connector.hf_model import HybridModel
 from tailreplay.connector.plan import CONV_ROWS
 from tailreplay.connector.stored import stored_prefix
 from tailreplay.connector.tail_figures import BUDGETS, unpack
-from tailreplay.replay.tail_error import tried_lengths
+from tailreplay.replay.tail_error import span_tails, tried_lengths
 from tailreplay.store import serve_in_thread
 from tailreplay.store.tokens import extended_tokens
 
@@ -144,13 +147,50 @@ def figures(cases: list[Case], budget: int) -> dict[str, float]:
     }
 
 
+def cost(ids: Any, pairs: int = 9) -> dict[str, float]:  # noqa: ANN401 - token ids
+    """CPU seconds of a prefill with its decays and norms noted, over one without; and of the rest.
+
+    Returns:
+        ratio: median over interleaved pairs, in steps of 1,024 tokens.
+        figures_s: median CPU time of working out the figures of all pages, afterwards.
+    """
+    view, tokens = HybridModel(minis.load("retrieval")), torch.from_numpy(ids.copy())
+    ratios, rest = [], []
+    for _ in range(pairs + 1):
+        noted_s, trace = _prefilled(view, tokens, view.trace())
+        plain_s, _ = _prefilled(view, tokens, nullcontext())
+        started_s = time.process_time()
+        pages = [(at, at + 64) for at in range(0, len(tokens), 64)]
+        span_tails(trace, view.group_places, pages)
+        rest.append(time.process_time() - started_s)
+        ratios.append(noted_s / plain_s)
+    return {"ratio": float(np.median(ratios[1:])), "figures_s": float(np.median(rest[1:]))}
+
+
+def _prefilled(view: HybridModel, tokens: Tensor, tracing: Any) -> tuple[float, Any]:  # noqa: ANN401
+    """CPU seconds of a prefill, and what was noted in it."""
+    cache, started_s = view.new_cache(), time.process_time()
+    with tracing as trace:
+        for start in range(0, len(tokens), 1024):
+            part = tokens[start : start + 1024]
+            view.forward(part, cache)
+            if trace is not None:
+                view.note_states(trace, start + len(part), cache)
+    return time.process_time() - started_s, trace
+
+
 def main() -> None:
     """Prints a table and one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--samples", type=int, default=6, help="prefixes of each kind")
-    samples = parser.parse_args().samples
+    parser.add_argument("--cost", action="store_true", help="what noting the figures costs, alone")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     corpus, report = Corpus(Tokenizer.load()), {}
+    if arguments.cost:
+        print(json.dumps(cost(corpus.train[:2048])))
+        return
+    samples = arguments.samples
     print("| model, prefix | tokens | eps | heads met | layers met | tail / shortest | tail / m |")
     print("|---|---|---|---|---|---|---|")
     for name, kind, length in [
