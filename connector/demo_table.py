@@ -40,7 +40,7 @@ def show_rows(console: Console, result: dict[str, Any]) -> None:
     if "restarted" in result:
         parts.append(("after kill -9, from Redis", result["restarted"]))
     parts.append(("store down", [result["store_down"]]))
-    title = "the same question to a model that keeps facts in its states, 237 tokens shared"
+    title = "the same, asked of a model that keeps facts in its states"
     parts.append((title, result["in_states"]))
     for title, rows in parts:
         _print(console, title, _COLUMNS, [_cells(row) for row in rows])
@@ -54,7 +54,7 @@ def show_rows(console: Console, result: dict[str, Any]) -> None:
 
 
 def _print(console: Console, title: str, columns: tuple[str, ...], rows: list[list[str]]) -> None:
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     for column in columns:
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
     for row in rows:
