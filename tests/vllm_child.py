@@ -210,7 +210,9 @@ class Child:
         for _ in range(times):
             self._step_until(lambda: self._status(name) == "RUNNING")
             scheduler.reset_prefix_cache(reset_running_requests=True)
-        return self.run()[name]
+        done = self.run()[name]
+        self.settle()
+        return done
 
     def preemptions(self) -> float:
         """Preemptions so far."""
