@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 from quality_parts.columns import RATIOS
@@ -46,8 +47,8 @@ def _ratio_lines(models: dict[str, list[dict[str, Any]]]) -> Iterator[Line]:
 
 def _distance_lines(models: dict[str, list[dict[str, Any]]]) -> Iterator[Line]:
     for model, rows in _in_fp32(models):
-        (text,) = (row for row in rows if (row["task"], row["tokens"]) == (TEXT, "all"))
-        for column in ("zero", "tail 5%", "tail 20%", "exact"):
+        texts = [row for row in rows if (row["task"], row["tokens"]) == (TEXT, "all")]
+        for text, column in product(texts, ("zero", "tail 5%", "tail 20%", "exact")):
             buckets = text["columns"][column]["by_distance"]
             yield (
                 f"{model}: {column}",
