@@ -63,6 +63,17 @@ class _Pending:
     home: Block | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """An object that a Put has brought to the CPU tier."""
+
+    name: ObjectName
+    end_token: int
+    size: int
+    provenance: Provenance
+    tail_figures: bytes = b""
+
+
 class Catalog:
     """The store's knowledge. Thread-safe.
 
@@ -206,42 +217,27 @@ class Catalog:
         if known != geometry:
             raise GeometryMismatch(f"object has {geometry}, its namespace holds {known}")
 
-    def admit(
-        self,
-        prompt: Prompt,
-        name: ObjectName,
-        end_token: int,
-        size: int,
-        provenance: Provenance,
-        tail_figures: bytes = b"",
-    ) -> bool:
-        """Lists an object that is now in the CPU tier, and commits it in Redis if it is there.
+    def admit(self, prompt: Prompt, arrived: Sequence[Arrived]) -> list[bool]:
+        """Lists objects that are now in the CPU tier, and commits in Redis those that are there.
+
+        Args:
+            prompt: whose; in order, so that what comes first is listed first.
+            arrived: what each of them is.
 
         Returns:
-            False when it is not listed, since too many blocks before it have nothing stored: an
-            object far into an unknown prompt would cost the index more than it is worth.
+            Whether each is listed. It is not where too many blocks before it have nothing stored:
+            an object far into an unknown prompt would cost the index more than it is worth.
         """
         with self._lock:
-            if self._is_too_far(prompt, end_token):
-                self._claims.discard(name)
-                self._pending.pop(name, None)
-                return False
-            record, home = self._locate(prompt, name.kind, end_token)
-            # What was there before was approximate, and its size may be another.
-            self._place(record, in_cpu=False, in_redis=False)
-            record.size, record.provenance = size, provenance
-            record.tail_figures = tail_figures
-            self._place(record, in_cpu=True)
-            self._order.use([record])  # until `used` has put the whole prefix in order
-            self._counts["stored_bytes"] += size
-            self._claims.discard(name)
-            self._supersede(record)
-            pending = self._pending.get(name)
-            if pending is not None:
-                pending.record, pending.home = record, self._index.block(prompt, home)
-        if pending is not None and pending.written:
-            self._commit([name])
-        return True
+            listed = [self._admit(prompt, one) for one in arrived]
+            known = [self._pending.get(one.name) for one in arrived]
+            ready = [
+                one.name
+                for one, pending in zip(arrived, known, strict=True)
+                if pending is not None and pending.written
+            ]
+        self._commit(ready)
+        return listed
 
     def loaded(self, records: Sequence[Record]) -> None:
         """Notes that objects are in the CPU tier now."""
@@ -371,6 +367,10 @@ class Catalog:
         """Adds to a counter."""
         with self._lock:
             self._counts[what] += by
+
+    def is_limited(self, namespace: bytes) -> bool:
+        """Whether the tenant of a namespace has a limit in the CPU tier."""
+        return self.quotas.limits(self.quotas.owner(namespace)).of("cpu") is not None
 
     def allow(self, namespace: bytes, size: int) -> bool:
         """Whether a tenant may have so much more in the CPU tier; its own oldest objects go first.
@@ -517,6 +517,25 @@ class Catalog:
         gone = {space for space, _ in self._geometry} - set(self._index.sizes()) - busy
         for key in [key for key in self._geometry if key[0] in gone]:
             del self._geometry[key]
+
+    def _admit(self, prompt: Prompt, arrived: Arrived) -> bool:
+        name, end_token = arrived.name, arrived.end_token
+        self._claims.discard(name)
+        if self._is_too_far(prompt, end_token):
+            self._pending.pop(name, None)
+            return False
+        record, home = self._locate(prompt, name.kind, end_token)
+        # What was there before was approximate, and its size may be another.
+        self._place(record, in_cpu=False, in_redis=False)
+        record.size, record.provenance = arrived.size, arrived.provenance
+        record.tail_figures = arrived.tail_figures
+        self._place(record, in_cpu=True)
+        self._order.use([record])  # until `used` has put the whole prefix in order
+        self._counts["stored_bytes"] += arrived.size
+        self._supersede(record)
+        if (pending := self._pending.get(name)) is not None:
+            pending.record, pending.home = record, self._index.block(prompt, home)
+        return True
 
     def _locate(self, prompt: Prompt, kind: Kind, end_token: int) -> tuple[Record, Node]:
         """An object's record, and the block whose manifest speaks of it."""

@@ -380,17 +380,7 @@ class Lane:
             wanted = bytes(session.claim(item) for item in plan.objects)
             send(sock, [LaneRecord(RecordKind.WANTED, offset=len(wanted)).pack(), wanted])
             due = [item for item, claimed in zip(plan.objects, wanted, strict=True) if claimed]
-            while due:
-                item = due.pop(0)
-                try:
-                    if not session.store(item, source.take):
-                        source.skip(item.size_bytes)
-                except TailReplayError:
-                    # It was refused once its bytes were here; with the rest still coming, the
-                    # client would not hear why.
-                    for rest in due:
-                        source.skip(rest.size_bytes)
-                    raise
+            session.store(due, source)
             answer = session.response.SerializeToString()
         sock.settimeout(self._store.leases.stall_limit_s)
         send(sock, [LaneRecord(RecordKind.DONE, offset=len(answer)).pack(), answer])

@@ -10,7 +10,7 @@ import enum
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lmcache.v1.distributed.api import ObjectKey
@@ -47,6 +47,20 @@ class PutOutcome(enum.Enum):
     """Already there, or being written by another `put`."""
     FULL = enum.auto()
     """No contiguous room in the pool: evict and try again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Room in the pool for one object that is being stored.
+
+    Attributes:
+        data: to be filled; it still holds the bytes of an earlier object.
+    """
+
+    key: ObjectKey
+    size: int
+    memory: MemoryObj
+    data: memoryview
 
 
 class Tiers:
@@ -127,21 +141,52 @@ class Tiers:
             fill: writes all of them into the given pool memory, which still holds the bytes of an
                 earlier object. When it raises, nothing becomes visible and the error passes on.
         """
-        key = object_key(name)
-        self._purge()
-        error, memory = self._l1.reserve_write([key], [False], layout_of(size), tag=_WRITE_TAG)[key]
-        if memory is None:
-            return PutOutcome.FULL if error is L1Error.OUT_OF_MEMORY else PutOutcome.EXISTS
+        (place,) = self.reserve([name], size)
+        if not isinstance(place, Reserved):
+            return place
         try:
-            fill(bytes_of(memory))
+            fill(place.data)
         except BaseException:
-            self._l1.finish_write_and_delete([key], tag=_WRITE_TAG)
+            self.abandon([place])
             raise
-        if self._redis is not None:
-            self._write_back.begin(key, size)
-        self._l1.finish_write([key], tag=_WRITE_TAG)
-        self._note_overtaken(key, memory)
+        self.commit([place])
         return PutOutcome.STORED
+
+    def reserve(self, names: Sequence[ObjectName], size: int) -> list[Reserved | PutOutcome]:
+        """Take room for objects that are to be stored; each ends with `commit` or `abandon`.
+
+        Args:
+            names: what to call them; no two are the same.
+            size: bytes of each, at least 1.
+
+        Returns:
+            One entry per object, in order: its room, or why there is none. All that are not there
+            yet get room, or none of them.
+        """
+        keys = [object_key(name) for name in names]
+        self._purge()
+        found = self._l1.reserve_write(keys, [False] * len(keys), layout_of(size), tag=_WRITE_TAG)
+        return [
+            Reserved(key, size, memory, bytes_of(memory))
+            if memory is not None
+            else PutOutcome.FULL
+            if error is L1Error.OUT_OF_MEMORY
+            else PutOutcome.EXISTS
+            for key, (error, memory) in ((key, found[key]) for key in keys)
+        ]
+
+    def commit(self, places: Sequence[Reserved]) -> None:
+        """Make objects visible whose bytes are all there; with Redis they then go there, too."""
+        if self._redis is not None:
+            for place in places:
+                self._write_back.begin(place.key, place.size)
+        self._l1.finish_write([place.key for place in places], tag=_WRITE_TAG)
+        for place in places:
+            self._note_overtaken(place.key, place.memory)
+
+    def abandon(self, places: Sequence[Reserved]) -> None:
+        """Give room back, of which nobody has seen anything."""
+        self._l1.finish_write_and_delete([place.key for place in places], tag=_WRITE_TAG)
 
     def pin(
         self,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import tokens as wire_tokens
-from tailreplay.store.errors import InvalidRequest, LimitExceeded
-from tailreplay.store.header import Header, header_bytes, rename, verify_object
+from tailreplay.store.catalog import Arrived
+from tailreplay.store.errors import InvalidRequest, LimitExceeded, TailReplayError
+from tailreplay.store.header import header_bytes, rename, verify_object
 from tailreplay.store.objects import (
     BLOCK_TOKENS,
     MAX_TAIL_FIGURES_BYTES,
@@ -20,11 +22,17 @@ from tailreplay.store.prompt import Prompt
 from tailreplay.store.tiers import PutOutcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from tailreplay.store.catalog import Catalog
+    from tailreplay.store.header import Header
+    from tailreplay.store.put_source import PutSource
     from tailreplay.store.sightings import Sightings
-    from tailreplay.store.tiers import Tiers
+    from tailreplay.store.tiers import Reserved, Tiers
+
+_BATCH_BYTES = 8 << 20
+_BATCH_SHARE = 64
+"""Objects of a Put are stored together up to so many bytes, and this part of the pool."""
 
 
 class Writer:
@@ -72,14 +80,15 @@ class Writer:
         if first is None or first.WhichOneof("frame") != "begin":
             found = first.WhichOneof("frame") if first is not None else "nothing"
             raise InvalidRequest(f"a Put stream starts with `{found}`, wanted `begin`")
+        source = _FrameSource(frames)
         with self.open(first.begin, owned(first.begin)) as session:
             for frame in frames:
                 if frame.WhichOneof("frame") != "object":
                     raise InvalidRequest(f"got `{frame.WhichOneof('frame')}`, wanted `object`")
-                if not session.claim(frame.object) or not session.store(
-                    frame.object, lambda view: _receive(frames, view)
-                ):
-                    _drain(frames, frame.object.size_bytes)
+                if session.claim(frame.object):
+                    session.store([frame.object], source)
+                else:
+                    source.skip(frame.object.size_bytes)
             return session.response
 
     def open(self, begin: pb.PutBegin, namespace: bytes) -> PutSession:
@@ -119,6 +128,7 @@ class PutSession:
         self._prompt = prompt
         self._max_object_bytes = max_object_bytes
         self._sightings = sightings
+        self._batch_bytes = min(_BATCH_BYTES, tiers.pool_bytes // _BATCH_SHARE)
         self._claimed: set[ObjectName] = set()
         self.response = pb.PutResponse()
 
@@ -151,74 +161,138 @@ class PutSession:
         self._claimed.add(name)
         return True
 
-    def store(self, wanted: pb.PutObject, receive: Callable[[memoryview], None]) -> bool:
-        """Stores a claimed object; False when there is no room, and nothing was received.
+    def store(self, wanted: Sequence[pb.PutObject], source: PutSource) -> None:
+        """Stores claimed objects, some at a time; what there is no room for is passed over.
 
-        What is there already may be approximate; then it gives way to what comes.
+        What is there already may be approximate; then it gives way to what comes. Those whose
+        bytes have come whole before an error stay stored.
 
         Args:
             wanted: what was claimed.
-            receive: fills the given memory with the object's bytes.
+            source: has their bytes, in order; all are taken, even if one is not as it should be,
+                so that the writer hears why.
 
         Raises:
             IntegrityError, InvalidRequest, GeometryMismatch: its bytes are not what they should be.
         """
-        name = self._name(wanted)
-        outcome, header = self._fill(name, wanted, receive)
-        self._claimed.discard(name)
-        if outcome is not PutOutcome.STORED or header is None:
-            self.response.duplicates += outcome is PutOutcome.EXISTS
-            self.response.dropped += outcome is PutOutcome.FULL
-            self._catalog.count("dropped_objects", int(outcome is PutOutcome.FULL))
-            return False
-        size = wanted.size_bytes
-        if not self._catalog.admit(
-            self._prompt, name, wanted.end_token, size, header.provenance, wanted.tail_figures
-        ):
-            self._tiers.delete([name])
-            self.response.dropped += 1
-            self._catalog.count("dropped_objects")
-            return True
-        self.response.stored += 1
-        self.response.stored_bytes += size
-        return True
+        queue = deque(wanted)
+        try:
+            while queue:
+                self._store_some(queue, source)
+        except TailReplayError:
+            for rest in queue:
+                source.skip(rest.size_bytes)
+            raise
+
+    def _store_some(self, queue: deque[pb.PutObject], source: PutSource) -> None:
+        """Stores the first of the queue together, and takes each from it once its bytes came."""
+        batch = self._reserved(queue)
+        try:
+            for due in batch:
+                wanted = queue.popleft()
+                if due.place is None:
+                    source.skip(wanted.size_bytes)
+                else:
+                    source.take(due.place.data)
+                    due.header = self._verified(due, due.place.data)
+        finally:
+            self._settle(batch)
+
+    def _reserved(self, queue: Iterable[pb.PutObject]) -> list[_Due]:
+        """The first objects of the queue, with room for each that there is room for."""
+        most = 0 if self._catalog.is_limited(self._prompt.namespace) else self._batch_bytes
+        batch: list[_Due] = []
+        by_size: dict[int, list[_Due]] = {}
+        for wanted in queue:
+            most -= wanted.size_bytes
+            if batch and most < 0:
+                break
+            batch.append(due := _Due(wanted, self._name(wanted)))
+            by_size.setdefault(wanted.size_bytes, []).append(due)
+        try:
+            if self._catalog.allow(self._prompt.namespace, batch[0].wanted.size_bytes):
+                for size, dues in by_size.items():
+                    self._reserve(dues, size)
+        except BaseException:
+            self._settle(batch)
+            raise
+        return batch
+
+    def _reserve(self, dues: Sequence[_Due], size: int) -> None:
+        self._ask(dues, size)
+        if len(dues) > 1 and (full := [due for due in dues if due.outcome is PutOutcome.FULL]):
+            self._catalog.make_room(size * len(full))
+            self._ask(full, size)
+            for due in full:  # each by itself, since many get room together or not at all
+                if due.outcome is PutOutcome.FULL:
+                    self._ask([due], size)
+        for due in dues:
+            if due.outcome is PutOutcome.EXISTS and self._tiers.evict([due.name]):
+                # It was approximate, or a load from Redis that nobody waited for left it unlisted.
+                self._ask([due], size)
+            while due.outcome is PutOutcome.FULL and self._catalog.make_room(size):
+                self._ask([due], size)
+
+    def _ask(self, dues: Sequence[_Due], size: int) -> None:
+        places = self._tiers.reserve([due.name for due in dues], size)
+        for due, place in zip(dues, places, strict=True):
+            due.take(place)
+
+    def _settle(self, batch: Sequence[_Due]) -> None:
+        """Makes objects visible that are as they should be, and lists them; forgets the others."""
+        good = [(due, due.place, due.header) for due in batch if due.place and due.header]
+        bad = [due for due in batch if not (due.place and due.header)]
+        if unused := [due.place for due in bad if due.place is not None]:
+            self._tiers.abandon(unused)
+        for due in bad:
+            self._claimed.discard(due.name)
+            self._catalog.unclaim(due.name)
+            self.response.duplicates += due.outcome is PutOutcome.EXISTS
+            self._drop(int(due.outcome is PutOutcome.FULL))
+        if not good:
+            return
+        self._tiers.commit([place for _, place, _ in good])
+        self._claimed.difference_update(due.name for due, *_ in good)
+        arrived = [
+            Arrived(
+                due.name,
+                due.wanted.end_token,
+                place.size,
+                header.provenance,
+                due.wanted.tail_figures,
+            )
+            for due, place, header in good
+        ]
+        for one, listed in zip(arrived, self._catalog.admit(self._prompt, arrived), strict=True):
+            if listed:
+                self.response.stored += 1
+                self.response.stored_bytes += one.size
+            else:
+                self._tiers.delete([one.name])
+                self._drop(1)
+
+    def _drop(self, objects: int) -> None:
+        if objects:
+            self.response.dropped += objects
+            self._catalog.count("dropped_objects", objects)
 
     def _name(self, wanted: pb.PutObject) -> ObjectName:
         prefix_hash = self._prompt.chain.prefix_hash(wanted.end_token)
         return ObjectName(self._prompt.namespace, Kind(wanted.kind), prefix_hash)
 
-    def _fill(
-        self, name: ObjectName, wanted: pb.PutObject, receive: Callable[[memoryview], None]
-    ) -> tuple[PutOutcome, Header | None]:
-        headers: list[Header] = []
-
-        def fill(view: memoryview) -> None:
-            receive(view)
-            header = verify_object(view, replace(name, namespace=self._prompt.sent_namespace))
-            if name.namespace != self._prompt.sent_namespace:
-                rename(view, header, name.namespace)
-            if (header.first_token, header.end_token) != (wanted.first_token, wanted.end_token):
-                raise InvalidRequest(
-                    f"object holds rows [{header.first_token}, {header.end_token}), "
-                    f"announced [{wanted.first_token}, {wanted.end_token})"
-                )
-            self._catalog.check_geometry(name.namespace, header.geometry)
-            headers.append(header)
-
-        outcome = PutOutcome.FULL
-        try:
-            if not self._catalog.allow(name.namespace, wanted.size_bytes):
-                return PutOutcome.FULL, None
-            outcome = self._tiers.put(name, wanted.size_bytes, fill)
-            if outcome is PutOutcome.EXISTS and self._tiers.evict([name]):
-                # It was approximate, or a load from Redis that nobody waited for left it unlisted.
-                outcome = self._tiers.put(name, wanted.size_bytes, fill)
-            while outcome is PutOutcome.FULL and self._catalog.make_room(wanted.size_bytes):
-                outcome = self._tiers.put(name, wanted.size_bytes, fill)
-        finally:
-            if outcome is not PutOutcome.STORED:
-                self._catalog.unclaim(name)
-        return outcome, headers[0] if headers else None
+    def _verified(self, due: _Due, data: memoryview) -> Header:
+        """The header of an object that is in every way what was announced."""
+        name, sent, wanted = due.name, self._prompt.sent_namespace, due.wanted
+        header = verify_object(data, replace(name, namespace=sent))
+        if name.namespace != sent:
+            rename(data, header, name.namespace)
+        if (header.first_token, header.end_token) != (wanted.first_token, wanted.end_token):
+            raise InvalidRequest(
+                f"object holds rows [{header.first_token}, {header.end_token}), "
+                f"announced [{wanted.first_token}, {wanted.end_token})"
+            )
+        self._catalog.check_geometry(name.namespace, header.geometry)
+        return header
 
     def _check(self, wanted: pb.PutObject) -> None:
         total = len(self._prompt)
@@ -253,18 +327,50 @@ class PutSession:
             )
 
 
-def _receive(frames: Iterator[pb.PutFrame], view: memoryview) -> None:
-    """Writes the chunks that follow into `view`, which they must fill exactly."""
-    at = 0
-    while at < len(view):
-        chunk = _chunk(frames, len(view) - at)
-        view[at : at + len(chunk)] = chunk
-        at += len(chunk)
+class _Due:
+    """A claimed object whose bytes are to come: its room, and its header once it has been checked.
+
+    Without room `outcome` says why; FULL, too, for what was not asked for.
+    """
+
+    __slots__ = ("header", "name", "outcome", "place", "wanted")
+
+    def __init__(self, wanted: pb.PutObject, name: ObjectName) -> None:
+        self.wanted, self.name = wanted, name
+        self.place: Reserved | None = None
+        self.header: Header | None = None
+        self.outcome: PutOutcome | None = PutOutcome.FULL
+
+    def take(self, place: Reserved | PutOutcome) -> None:
+        """Takes note of the room it got, or did not get."""
+        if isinstance(place, PutOutcome):
+            self.outcome = place
+        else:
+            self.place, self.outcome = place, None
 
 
-def _drain(frames: Iterator[pb.PutFrame], size: int) -> None:
-    while size:
-        size -= len(_chunk(frames, size))
+class _FrameSource:
+    """Objects as chunks of a gRPC stream.
+
+    Args:
+        frames: the stream; each object's chunks must be exactly its bytes.
+    """
+
+    def __init__(self, frames: Iterator[pb.PutFrame]) -> None:
+        self._frames = frames
+
+    def take(self, view: memoryview) -> None:
+        """As in `PutSource`."""
+        at = 0
+        while at < len(view):
+            chunk = _chunk(self._frames, len(view) - at)
+            view[at : at + len(chunk)] = chunk
+            at += len(chunk)
+
+    def skip(self, size: int) -> None:
+        """As in `PutSource`."""
+        while size:
+            size -= len(_chunk(self._frames, size))
 
 
 def _chunk(frames: Iterator[pb.PutFrame], wanted: int) -> bytes:

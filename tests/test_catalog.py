@@ -8,7 +8,7 @@ from redis_server import servers_at
 from store_objects import GEOMETRY, Prefix, put_frames, runs_of, span_range
 
 from tailreplay.proto import store_pb2 as pb
-from tailreplay.store.catalog import Catalog
+from tailreplay.store.catalog import Arrived, Catalog
 from tailreplay.store.chain import digest_key
 from tailreplay.store.config import StoreConfig
 from tailreplay.store.core import Store
@@ -307,7 +307,7 @@ def prompt_of(number: int, tokens: int) -> Prompt:
 def admit(catalog: Catalog, prompt: Prompt, kind: Kind, end: int) -> bool:
     name = ObjectName(prompt.namespace, kind, prompt.chain.prefix_hash(end))
     assert catalog.claim(prompt, name, end, 1000)
-    return catalog.admit(prompt, name, end, 1000, Provenance.EXACT)
+    return catalog.admit(prompt, [Arrived(name, end, 1000, Provenance.EXACT)])[0]
 
 
 def test_states_far_into_prompts_that_nobody_stored_are_not_listed_without_end():

@@ -17,7 +17,7 @@ from tailreplay.connector.plan import (
     prefill_cuts,
 )
 from tailreplay.connector.policy import CachePolicy
-from tailreplay.store.catalog import Catalog, records_on
+from tailreplay.store.catalog import Arrived, Catalog, records_on
 from tailreplay.store.chain import digest_key
 from tailreplay.store.objects import Kind, ObjectName, Provenance
 from tailreplay.store.prompt import Prompt
@@ -151,7 +151,7 @@ class Replica:
                 self._catalog.unclaim(name)
                 self.sums["dropped"] += 1
                 return
-        self._catalog.admit(prompt, name, end, size, Provenance.EXACT)
+        self._catalog.admit(prompt, [Arrived(name, end, size, Provenance.EXACT)])
 
     def _size(self, kind: Kind, rows: int) -> int:
         if kind is Kind.CHECKPOINT:
