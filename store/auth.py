@@ -19,6 +19,7 @@ from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tailreplay.store.errors import NotAllowed, NotAuthenticated
+from tailreplay.store.file_stamp import file_stamp
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -135,7 +136,7 @@ class Access:
         self._file = token_file
         # Guarded by _lock: what the file said, its stamp then, and whether it was readable.
         self._lock = threading.Lock()
-        self._stamp = _stamp(token_file) if token_file is not None else ()
+        self._stamp = file_stamp(token_file) if token_file is not None else ()
         self._principals = _read(token_file) if token_file is not None else {}
 
     @property
@@ -197,7 +198,7 @@ class Access:
         if self._file is None:
             return {}
         with self._lock:
-            stamp = _stamp(self._file)
+            stamp = file_stamp(self._file)
             if stamp != self._stamp:
                 self._stamp = stamp
                 try:
@@ -216,15 +217,6 @@ def allow(principal: Principal, *roles: Role) -> None:
     """
     if principal.role not in (Role.ANYONE, *roles):
         raise NotAllowed(f"the token's role is {principal.role}, wanted {' or '.join(roles)}")
-
-
-def _stamp(file: Path) -> tuple[int, ...]:
-    """Changes when a file does; a swapped link counts."""
-    try:
-        stat = file.stat()
-    except OSError:
-        return ()
-    return (stat.st_ino, stat.st_dev, stat.st_size, stat.st_mtime_ns)
 
 
 def _read(file: Path) -> dict[bytes, Principal]:

@@ -53,7 +53,10 @@ def query(
     of: Counter[str] = Counter()
     for run in answer.runs:
         rows = run.end_token - run.first_token
-        kind, tier = _word(pb.Kind.Name(run.kind)), _word(pb.Tier.Name(run.tier))
+        kind, tier = (
+            cli_tables.word(pb.Kind.Name(run.kind)),
+            cli_tables.word(pb.Tier.Name(run.tier)),
+        )
         of[f"{kind}_tokens"] += rows
         of[f"{kind}_tokens_in_{tier}"] += rows
     facts: dict[str, Any] = {
@@ -114,7 +117,3 @@ def _asked(prompt: Path, namespace: str, url: str) -> tuple[bytes, pb.Tokens]:
         return namespace_of(namespace, url), tokens
     except InvalidRequest as error:
         fail(str(error))
-
-
-def _word(enum_name: str) -> str:
-    return enum_name.partition("_")[2].lower()

@@ -49,7 +49,7 @@ def stats(console: Console, answer: dict[str, Any]) -> None:
     if answer["tiers"]:
         table = _table("tier", "kind", "objects", "bytes")
         for row in answer["tiers"]:
-            tier, kind = _word(row["tier"]), _word(row["kind"])
+            tier, kind = word(row["tier"]), word(row["kind"])
             table.add_row(tier, kind, str(row["objects"]), human_bytes(row["bytes"]))
         console.print(table)
 
@@ -60,10 +60,10 @@ def explain(console: Console, answer: dict[str, Any]) -> None:
     table = _table("kind", "tokens", "tier", "provenance")
     for run in answer["runs"]:
         span = f"{run['first_token']} to {run['end_token']}"
-        table.add_row(_word(run["kind"]), span, _word(run["tier"]), _word(run["provenance"]))
+        table.add_row(word(run["kind"]), span, word(run["tier"]), word(run["provenance"]))
     for point in answer["checkpoints"]:
         table.add_row(
-            "checkpoint", f"at {point['token']}", _word(point["tier"]), _word(point["provenance"])
+            "checkpoint", f"at {point['token']}", word(point["tier"]), word(point["provenance"])
         )
     console.print(table)
 
@@ -74,11 +74,11 @@ def objects(console: Console, answer: dict[str, Any]) -> None:
     table = _table("kind", "tokens", "bytes", "tiers", "provenance", "idle s", "pinned", "name")
     for row in answer["objects"]:
         table.add_row(
-            _word(row["kind"]),
+            word(row["kind"]),
             f"{row['first_token']} to {row['end_token']}",
             human_bytes(row["size_bytes"]),
-            "+".join(map(_word, row["tiers"])),
-            _word(row["provenance"]),
+            "+".join(map(word, row["tiers"])),
+            word(row["provenance"]),
             f"{row['idle_s']:.0f}",
             "yes" if row["pinned"] else "",
             row["prefix_hash"][:16],
@@ -124,7 +124,7 @@ def removed(console: Console, answer: dict[str, Any]) -> None:
     table = _table("tier", "kind", "objects", "bytes")
     for row in rows:
         table.add_row(
-            _word(row["tier"]), _word(row["kind"]), str(row["objects"]), human_bytes(row["bytes"])
+            word(row["tier"]), word(row["kind"]), str(row["objects"]), human_bytes(row["bytes"])
         )
     if rows:
         console.print(table)
@@ -166,7 +166,7 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _word(enum_name: str) -> str:
+def word(enum_name: str) -> str:
     """`TIER_CPU` as `cpu`."""
     return enum_name.partition("_")[2].lower()
 

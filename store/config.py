@@ -27,10 +27,8 @@ GIB = 1 << 30
 PAYLOAD_TTL_S = 24 * 3600
 """Life of a payload in Redis, seconds."""
 
-
 INDEX_BLOCK_BYTES = 2048
 """What a block may cost in the index, bytes."""
-
 
 _LEAST_SECRET_BYTES = 16
 
@@ -215,8 +213,8 @@ class StoreConfig(BaseSettings):
     @field_validator("digest_key_file")
     @classmethod
     def _secret_enough(cls, value: Path | None) -> Path | None:
-        if value is not None and len(_content(value)) < _LEAST_SECRET_BYTES:
-            raise ValueError(f"wanted a file of at least {_LEAST_SECRET_BYTES} bytes")
+        if value is not None and (size := len(_content(value))) < _LEAST_SECRET_BYTES:
+            raise ValueError(f"{value} has {size}, wanted at least {_LEAST_SECRET_BYTES} bytes")
         return value
 
     @property
@@ -285,7 +283,7 @@ def _content(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ValueError(f"can not be read: {error.strerror}") from None
+        raise ValueError(f"{path} can not be read: {error.strerror}") from None
 
 
 def _bulk_fault(config: StoreConfig) -> str:

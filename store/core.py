@@ -76,7 +76,6 @@ class Store:
         before_rows: Callable[[Kind], None] | None = None,
     ) -> None:
         self.config = config
-        self._clock = clock
         self.boot_id = secrets.randbits(64)
         self.started_at_s = time.time()
         self._clock = clock

@@ -39,7 +39,10 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc,unused
     ) -> health_pb2.HealthCheckResponse:
         """The health of a service."""
         if request.service not in self._services:
-            context.abort(grpc.StatusCode.NOT_FOUND, "no such service here")
+            known = ", ".join(sorted(self._services - {""}))
+            context.abort(
+                grpc.StatusCode.NOT_FOUND, f"service is {request.service!r}, wanted one of {known}"
+            )
         statuses = health_pb2.HealthCheckResponse
         return statuses(status=statuses.SERVING if self._serving else statuses.NOT_SERVING)
 

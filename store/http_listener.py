@@ -180,7 +180,9 @@ def _receive_head(sock: socket.socket) -> bytes:
     while b"\r\n\r\n" not in buffer[:size]:
         got = pace.receive(sock, [memoryview(buffer)[size:]]) if size < len(buffer) else 0
         if not got:
-            raise StoreUnavailable("no request, or one that is too long")
+            raise StoreUnavailable(
+                f"{size} bytes came without an empty line, wanted one within {len(buffer)}"
+            )
         size += got
     return bytes(buffer[:size]).partition(b"\r\n\r\n")[0]
 

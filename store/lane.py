@@ -263,7 +263,10 @@ class Lane:
         hello = receive(sock, HELLO.size, Pace(stall_s))
         magic, version, _, ticket = HELLO.unpack(hello)
         if (magic, version) != (MAGIC, VERSION):
-            raise StoreUnavailable("a lane was opened by something else than a client")
+            raise StoreUnavailable(
+                f"a lane was opened with {magic!r} and version {version}, wanted {MAGIC!r} and "
+                f"version {VERSION}"
+            )
         try:
             caller = self.tickets.redeem(ticket, client_of_socket(sock))
         except NotAuthenticated as error:
@@ -279,7 +282,10 @@ class Lane:
         with self._lock:
             own = sum(other.tenant == caller.tenant for other in self._connections.values())
             if len(self._connections) >= self._max_connections or own >= share:
-                raise StoreUnavailable(f"{len(self._connections)} lanes are open, {own} of them so")
+                raise StoreUnavailable(
+                    f"{len(self._connections)} lanes are open, {own} of this caller's, wanted "
+                    f"fewer than {self._max_connections} and {share} (max_lanes allows no more)"
+                )
             self._waiting.pop(sock, None)
             self._connections[sock] = caller
 
@@ -304,7 +310,9 @@ class Lane:
             else:
                 raise InvalidRequest(f"request type {kind}, wanted FETCH, PUT or STAGE")
         except DecodeError as error:
-            raise InvalidRequest(f"request is no message: {error}") from None
+            raise InvalidRequest(
+                f"{Request(kind).name} is followed by no message of its own: {error}"
+            ) from None
 
     def _may_map(self, sock: socket.socket, caller: Principal) -> bool:
         """Whether a client may read the pool itself: by the settings, its token and its user."""

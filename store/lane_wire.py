@@ -81,11 +81,10 @@ class RecordKind(enum.IntEnum):
     """All rows of the range have been sent."""
     DONE = 6
     """The request is over; a message of `size` bytes may follow."""
-    WANTED = 8
-    """Answer to a PUT: a byte per object follows, 1 for those whose bytes are wanted."""
     ERROR = 7
     """The request failed; `code` is the gRPC status, its text of `size` bytes follows."""
-
+    WANTED = 8
+    """Answer to a PUT: a byte per object follows, 1 for those whose bytes are wanted."""
     SEGMENT = 9
     """A staging segment of `offset` bytes, whose descriptor comes with it; 0 bytes = none."""
     TAKEN = 10

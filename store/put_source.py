@@ -24,10 +24,21 @@ class PutSource(Protocol):
     """Gives the wanted objects of one Put, in order."""
 
     def take(self, view: memoryview) -> None:
-        """Fills `view` with the next object."""
+        """Fills `view` with the next object.
+
+        Raises:
+            InvalidRequest: its place is outside the staging segment.
+            StoreUnavailable: the stream ends before it is there.
+            OSError: the stream breaks, or its sender is too slow.
+        """
 
     def skip(self, size: int) -> None:
-        """Passes over the next object, which has `size` bytes."""
+        """Passes over the next object, which has `size` bytes.
+
+        Raises:
+            StoreUnavailable: the stream ends before it is over.
+            OSError: the stream breaks, or its sender is too slow.
+        """
 
 
 class SocketSource:

@@ -32,8 +32,6 @@ ADAPTER_TYPE = "tailreplay_redis"
 
 _URGENT_GROUPS = frozenset({int(Kind.HIDDEN), int(Kind.CHECKPOINT)})
 _DELETE_TIMEOUT_S = 5.0
-
-
 _MISS_OF = {
     Outcome.ABSENT: Miss.ABSENT,
     Outcome.DAMAGED: Miss.DAMAGED,

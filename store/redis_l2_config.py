@@ -54,7 +54,7 @@ class TailReplayRedisL2Config(L2AdapterConfigBase):  # type: ignore[misc]  # unt
         envelope = Sealed(SealingKeys.read([Path(f) for f in files])) if files else Plain()
         prefix = given.pop("key_prefix", cls.key_prefix)
         if unknown := set(given) - {f.name for f in fields(ShardSettings)}:
-            raise ValueError(f"unknown fields {sorted(unknown)}")
+            raise ValueError(f"unknown fields {sorted(unknown)}, wanted {cls.help()}")
         endpoints = tuple(RedisEndpoint.parse(url, login) for url in urls)
         return cls(endpoints, prefix, ShardSettings(**given), envelope=envelope)
 

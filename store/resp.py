@@ -240,7 +240,7 @@ class RespConnection:
         tail = b"\r\n" + _bulk(b"PX") + _bulk(b"%d" % ttl_ms)
         self._send([head, *parts, tail], between)
         if (reply := self._reply()) != "OK":
-            raise self._desync(f"SET answered {reply!r}")
+            raise self._desync(f"SET answered {reply!r}, wanted OK")
 
     def _send(self, parts: Sequence[bytes | memoryview], between: Between | None = None) -> None:
         self.connect()
@@ -308,19 +308,19 @@ class RespConnection:
             raise self._unexpected(line)
         length = self._integer(line[1:])
         if length < -1:
-            raise self._desync(f"value of {length} bytes")
+            raise self._desync(f"value of {length} bytes, wanted -1 or more")
         return None if length == -1 else length
 
     def _integer(self, digits: bytes) -> int:
         try:
             return int(digits)
         except ValueError:
-            raise self._desync(f"{digits[:32]!r} is no number") from None
+            raise self._desync(f"reply has {digits[:32]!r}, wanted a number") from None
 
     def _unexpected(self, line: bytes) -> RespError:
         """Return the error for a reply of another kind than wanted; an error reply is harmless."""
         if line[:1] != b"-":
-            return self._desync(f"reply starts with {line[:32]!r}")
+            return self._desync(f"reply starts with {line[:32]!r}, wanted another kind")
         message = line[1:].decode("utf-8", "replace")
         return RespError(f"{self.endpoint}: {message}", code=message.split(" ")[0], closed=False)
 
@@ -347,7 +347,7 @@ class RespConnection:
 
     def _expect_crlf(self) -> None:
         if (end := self._read(2)) != b"\r\n":
-            raise self._desync(f"value ends in {end!r}")
+            raise self._desync(f"value ends in {end!r}, wanted CRLF")
 
     def _open_stream(self) -> RespStream:
         if self._stream is None:

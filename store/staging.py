@@ -54,7 +54,7 @@ class Staging:
         if offset + len(target) > self.size_bytes:
             raise InvalidRequest(
                 f"object of {len(target)} bytes at {offset} of a staging segment with "
-                f"{self.size_bytes} bytes"
+                f"{self.size_bytes} bytes, wanted one inside it"
             )
         source = np.frombuffer(self._memory, np.uint8, len(target), offset)
         np.copyto(np.frombuffer(target, np.uint8), source)

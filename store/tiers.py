@@ -69,11 +69,10 @@ class Tiers:
     Args:
         pool: memory of the CPU tier, from now on this object's to close.
         redis: how objects are kept in Redis; None for no Redis.
-        bulk: further places for them, of no use without Redis, which says what they have.
         on_redis_stored: called on a background thread once objects are in Redis.
         on_redis_failed: called there for objects that will not get to Redis.
+        bulk: further places for objects, of no use without Redis, which says what they have.
         gate: what is urgent passes first; urgent loads from Redis hold it by themselves.
-
     """
 
     def __init__(

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from tailreplay.store.file_stamp import file_stamp
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -82,7 +84,7 @@ class ServerTls:
 
     def _stamped(self) -> tuple[object, ...]:
         files = [self._cert, self._key, *([self._client_ca] if self._client_ca else [])]
-        return tuple(_stamp(file) for file in files)
+        return tuple(file_stamp(file) for file in files)
 
 
 def _context(cert: Path, key: Path, client_ca: Path | None) -> ssl.SSLContext:
@@ -93,11 +95,3 @@ def _context(cert: Path, key: Path, client_ca: Path | None) -> ssl.SSLContext:
         context.load_verify_locations(client_ca)
         context.verify_mode = ssl.CERT_REQUIRED
     return context
-
-
-def _stamp(file: Path) -> tuple[int, ...]:
-    try:
-        stat = file.stat()
-    except OSError:
-        return ()
-    return (stat.st_ino, stat.st_size, stat.st_mtime_ns)
