@@ -21,6 +21,7 @@ from tailreplay.store.address import checked_address
 from tailreplay.store.config import default_socket
 from tailreplay.store.credentials import NO_CREDENTIALS
 from tailreplay.store.errors import InvalidRequest, from_rpc_error
+from tailreplay.store.json_file import read_json
 from tailreplay.store.namespace import NAMESPACE_BYTES
 
 if TYPE_CHECKING:
@@ -154,13 +155,7 @@ def read_prompt(path: Path) -> list[int]:
     Raises:
         InvalidRequest: it can not be read, or holds something else.
     """
-    try:
-        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
-        ids = json.loads(text)
-    except OSError as error:
-        raise InvalidRequest(f"{path} can not be read: {error.strerror}") from None
-    except ValueError as error:
-        raise InvalidRequest(f"{path} is no JSON: {error}") from None
+    ids = read_json(path, or_stdin=True)
     if not isinstance(ids, list):
         raise InvalidRequest(f"{path} holds a JSON {type(ids).__name__}, wanted an array of ids")
     wrong = next(((i, v) for i, v in enumerate(ids) if type(v) is not int), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -25,6 +24,7 @@ from tailreplay.store.cli_io import (
 )
 from tailreplay.store.errors import InvalidRequest
 from tailreplay.store.geometry import Dtype, checkpoint_geometry, hidden_geometry, kv_geometry
+from tailreplay.store.json_file import read_json
 
 app = typer.Typer()
 
@@ -102,12 +102,7 @@ def _of_config(file: Path, given_dtype: str) -> Costs:
     Raises:
         InvalidRequest: it can not be read, or is no hybrid model's.
     """
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidRequest(f"{file} can not be read: {error.strerror}") from None
-    except ValueError as error:
-        raise InvalidRequest(f"{file} is no JSON: {error}") from None
+    config = read_json(file)
     if not isinstance(config, dict):
         raise InvalidRequest(f"{file} holds a JSON {type(config).__name__}, wanted an object")
     text = config.get("text_config", config)

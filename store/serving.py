@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
 import signal
@@ -13,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from tailreplay.store.config import ENV_PREFIX, StoreConfig, explained
+from tailreplay.store.errors import InvalidRequest
+from tailreplay.store.json_file import read_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,7 +30,9 @@ def serve_until_stopped(flags: dict[str, Any], file: Path | None) -> None:
 
     Raises:
         ValueError: a setting is wrong.
-        TailReplayError: the address is taken, or there is no room for a pool.
+        InvalidRequest: `file` can not be read, or holds something else.
+        StoreUnavailable: an address is taken.
+        LimitExceeded: there is no room for a pool.
     """
     config = _config(flags, file)
     logging.basicConfig(level=logging.INFO, format=_FORMAT)
@@ -77,7 +80,9 @@ def settings_in_words() -> list[dict[str, str]]:
 
 def _config(flags: dict[str, Any], file: Path | None) -> StoreConfig:
     """Flags over environment over file over defaults."""
-    from_file = _read(file) if file is not None else {}
+    from_file = read_json(file) if file is not None else {}
+    if not isinstance(from_file, dict):
+        raise InvalidRequest(f"{file} holds a JSON {type(from_file).__name__}, wanted an object")
     in_environment = {
         name for name in StoreConfig.model_fields if f"{ENV_PREFIX}{name.upper()}" in os.environ
     }
@@ -86,15 +91,3 @@ def _config(flags: dict[str, Any], file: Path | None) -> StoreConfig:
         return StoreConfig(**{**kept, **flags})
     except ValidationError as error:
         raise ValueError(explained(error)) from None
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{file} can not be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}") from None
-    if not isinstance(settings, dict):
-        raise ValueError(f"{file} holds a JSON {type(settings).__name__}, wanted an object")  # noqa: TRY004 - a setting is wrong
-    return settings
