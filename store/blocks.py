@@ -9,7 +9,7 @@ search costs O(log children). Most blocks have one child or none, which needs no
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from typing import TYPE_CHECKING, NamedTuple
 
 from tailreplay.store.chain import DIGEST_BYTES, STATE_BYTES, common_tokens
@@ -123,6 +123,29 @@ class Blocks:
         known, foreign = self._children(row)
         yield from known
         yield from foreign
+
+    def known_children(self, row: int) -> list[int]:
+        """Its children that are known by tokens, in order; not to be changed."""
+        return self._children(row).known
+
+    def groups(self, known: list[int], within: range, tokens: int) -> Iterator[range]:
+        """Places among children known by tokens, cut up where they differ in so many first ones.
+
+        Args:
+            known: as of `known_children`.
+            within: which of them.
+            tokens: a shorter child stands alone.
+        """
+        at = within.start
+        while at < within.stop:
+            key, end = self.keys[known[at]], at + 1
+            if self.lengths[known[at]] >= tokens:
+                cut = code_bytes(key, tokens)
+                end = bisect_right(
+                    known, key[:cut], end, within.stop, key=lambda row: self.keys[row][:cut]
+                )
+            yield range(at, end)
+            at = end
 
     def exact(self, parent: int, prompt: Prompt, first: int, end: int) -> int:
         """The child that is exactly tokens [first, end) of a prompt; NONE."""

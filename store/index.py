@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from tailreplay.store.prompt import Prompt
 
 
-_FEW = 16
-"""Siblings in the other order that are looked at for pages in common."""
+_MOST_GROUPS = 32
+"""Groups of siblings in the other order that are looked at for a page in common."""
 
 
 class _Content(NamedTuple):
@@ -169,8 +169,7 @@ class TokenIndex:
         if parent == NONE or self.blocks.end(parent) != block.first_token:
             return None
         length = len(block.digests) // DIGEST_BYTES
-        # Blocks known by tokens stand in another order; of a few each is looked at.
-        siblings = list(islice(self.blocks.children(parent), _FEW))
+        siblings = self._with_pages(parent, block.page_hashes)
         content = _Content(block.digests, length, foreign=1)
         row = self._add(space, parent, block.page_hashes, content, siblings)
         return Node(self, row)
@@ -441,6 +440,26 @@ class TokenIndex:
             if page != NONE and self.objects.name(page) == page_hash:
                 return page
         return NONE
+
+    def _with_pages(self, parent: int, page_hashes: Sequence[bytes]) -> list[int]:
+        """A child known by its tokens that has the first of these pages, as many as one has.
+
+        The order of those children says nothing of names: of all that agree on a page one is
+        looked at, and of each page so many.
+        """
+        best: list[int] = []
+        children = self.blocks.known_children(parent)
+        within = range(len(children))
+        for number, page_hash in enumerate(page_hashes):
+            groups = self.blocks.groups(children, within, (number + 1) * PAGE_TOKENS)
+            for group in islice(groups, _MOST_GROUPS):
+                first = [children[group.start]]
+                if self._shared_page(first, number, page_hash) != NONE:
+                    best, within = first, group
+                    break
+            else:
+                break
+        return best
 
     def _prune_from(self, block: int) -> None:
         while self.blocks.parents[block] != NONE and self._is_empty(block):

@@ -280,6 +280,22 @@ def test_a_block_read_of_in_redis_has_the_pages_of_one_that_was_put():
     assert len(set(names)) == len(names)
 
 
+def test_a_block_read_of_in_redis_finds_its_pages_among_many_siblings():
+    """Of 16 siblings each was looked at, so that with more a page was listed and counted twice."""
+    index = TokenIndex()
+    known = Prefix(SPACE, BASE[1:257])
+    short = [[*known.ids[:at], 1000] for at in (5, 70, 130)]
+    others = [[256 * at, *known.ids[1:]] for at in range(1, 21)]  # before it in their order
+    first = [branch(known.ids, 64, range(at, at + 100)) for at in range(300, 320)]
+    for ids in (*short, *others, *first, known.ids):
+        store(index, Prefix(SPACE, ids), Kind.KV, Kind.HIDDEN)
+    node = restore(index, Prefix(SPACE, branch(known.ids, 200, range(55))), 256)
+    pages = zip(node.hidden, insert(index, known).hidden, strict=True)
+    assert [a is b for a, b in pages] == [True, True, True, False]
+    names = [record.name for record in index.records()]
+    assert len(set(names)) == len(names)
+
+
 def insert_first_pages(index: TokenIndex, prefix: Prefix) -> list[Record]:
     """Hidden pages of a prefix's first block."""
     return index.insert(prefix.prompt, 256).hidden
