@@ -30,6 +30,7 @@ from tailreplay.store.errors import (
     StoreUnavailable,
     TailReplayError,
 )
+from tailreplay.store.lane_answer import send_error, send_places, send_rows
 from tailreplay.store.lane_tickets import Tickets, client_of_socket
 from tailreplay.store.lane_wire import (
     ACCEPTED,
@@ -53,11 +54,10 @@ from tailreplay.store.put_source import PutSource, SocketSource, StagedSource
 from tailreplay.store.staging import Staging
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from tailreplay.store.auth import Access, Principal
     from tailreplay.store.core import Store
-    from tailreplay.store.reader import Frame
     from tailreplay.store.tls import ServerTls
 
 logger = logging.getLogger(__name__)
@@ -67,8 +67,6 @@ _MAX_WAITING = 64
 _PAUSE_S = 0.05
 _MAX_OBJECTS = 1 << 17
 _STAGING_SHARE = 16
-_BATCH_BYTES = 4 << 20
-_ENDS = (RecordKind.RANGE_END, RecordKind.MISSING, RecordKind.BARRIER)
 _PEER_CREDENTIALS = struct.Struct("3i")
 
 
@@ -204,7 +202,7 @@ class Lane:
                 self._store.catalog.count("integrity_errors")
             with suppress(OSError):
                 sock.settimeout(self._store.leases.stall_limit_s)
-                _send_error(sock, error)
+                send_error(sock, error)
         except Exception:  # the reader sees a closed lane, and the store goes on
             logger.exception("a lane failed")
         finally:
@@ -338,30 +336,10 @@ class Lane:
         )
         with closing(fetch) as frames:
             if placed:
-                self._send_places(sock, frames)
+                send_places(sock, frames, self._store.leases.stall_limit_s)
             else:
-                _send_rows(sock, frames)
+                send_rows(sock, frames)
         send(sock, [LaneRecord(RecordKind.DONE).pack()])
-
-    def _send_places(self, sock: socket.socket, frames: Iterable[Frame]) -> None:
-        """Says where rows lie, range by range, and waits at the end of each window."""
-        waiting: list[bytes] = []
-        for frame in frames:
-            if frame.record.kind is RecordKind.LEASE:
-                continue
-            waiting.append(_placed(frame.record).pack())
-            if frame.record.kind not in _ENDS:
-                continue
-            try:
-                send(sock, waiting)
-                if frame.record.kind is RecordKind.BARRIER:
-                    _wait_seen(sock, self._store.leases.stall_limit_s)
-            except BaseException:
-                # Before the pins end: a reader that finds the lane open after it has copied
-                # knows that what it copied was pinned all along.
-                hang_up(sock)
-                raise
-            waiting.clear()
 
     def _stage(self, sock: socket.socket, caller: Principal) -> None:
         """Gives a lane a staging segment, if it may map memory and there is any left for that."""
@@ -421,44 +399,3 @@ def _listener(listen: str, access_gid: int | None) -> tuple[socket.socket, str]:
         address = f":{sock.getsockname()[1]}"
     sock.listen(_BACKLOG)
     return sock, address
-
-
-def _send_rows(sock: socket.socket, frames: Iterable[Frame]) -> None:
-    """Sends frames, some at a time: what is sent drives all else out of the processor's cache."""
-    waiting: list[bytes | memoryview] = []
-    waiting_bytes = 0
-    for frame in frames:
-        waiting += _sent(frame)
-        waiting_bytes += frame.payload_bytes
-        if frame.record.kind in _ENDS or waiting_bytes >= _BATCH_BYTES:
-            send(sock, waiting)
-            waiting.clear()
-            waiting_bytes = 0
-
-
-def _sent(frame: Frame) -> list[bytes | memoryview]:
-    """A frame as it is sent, if it is."""
-    record = frame.record
-    if record.kind in (RecordKind.LEASE, RecordKind.BARRIER):
-        return []
-    if record.kind is RecordKind.ROWS:
-        record = record._replace(crc32c=frame.crc32c, offset=0, stride=0)
-    return [record.pack(), *frame.parts]
-
-
-def _placed(record: LaneRecord) -> LaneRecord:
-    if record.kind is RecordKind.ROWS:
-        return record._replace(kind=RecordKind.PLACED_ROWS)
-    return record
-
-
-def _wait_seen(sock: socket.socket, stall_s: float) -> None:
-    kind = REQUEST.unpack(receive(sock, REQUEST.size, Pace(stall_s)))[0]
-    if kind != Request.SEEN:
-        raise InvalidRequest(f"request type {kind} while placed rows are held, wanted SEEN")
-
-
-def _send_error(sock: socket.socket, error: TailReplayError) -> None:
-    text = str(error).encode()
-    code = error.code.value[0]
-    send(sock, [LaneRecord(RecordKind.ERROR, code=code, offset=len(text)).pack(), text])

@@ -20,9 +20,10 @@ from tailreplay.store.pin_budget import PinBudget
 from tailreplay.store.pins import Pinned
 from tailreplay.store.public_scope import is_shown
 from tailreplay.store.row_sums import crc32c_of_rows
+from tailreplay.store.windows import Piece, is_urgent, windows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from tailreplay.store.catalog import Catalog
     from tailreplay.store.record import Record
@@ -44,8 +45,6 @@ _MAY_COME_LATER = {
     Miss.LATE: pb.MISS_REASON_DEADLINE,
     Miss.NO_ROOM: pb.MISS_REASON_NO_ROOM,
 }
-_MAX_WINDOW_OBJECTS = 256
-_MAX_WINDOW_PIECES = 4096
 _PLACED_SHARE = 4
 _PLACED_FRAME_BYTES = 1 << 30
 
@@ -80,18 +79,6 @@ class Frame(NamedTuple):
             units = tuple(units[0][i * size : (i + 1) * size] for i in range(record.units))
         row = record.first_token - self.header.first_token
         return crc32c_of_rows(self.header, record.first_unit, row, units)
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Rows [first, end) of one object for one range; `record` is None where nothing is known."""
-
-    number: int
-    wanted: pb.Range
-    record: Record | None
-    first: int
-    end: int
-    last: bool
 
 
 @dataclass(slots=True)
@@ -171,7 +158,7 @@ class Reader:
         # Never all pieces at once: many long ranges have more than there is memory for.
         pieces = self._asked_pieces(request, path, asked, public)
         try:
-            for window in _windows(pieces, window_bytes, self._window_bytes):
+            for window in windows(pieces, window_bytes, self._window_bytes):
                 yield from self._send_window(window, answer)
         finally:
             self._catalog.used(_used(path, request.ranges, asked))
@@ -182,7 +169,7 @@ class Reader:
         path: Path,
         asked: dict[ObjectName, Record],
         public: bytes | None,
-    ) -> Iterator[_Piece]:
+    ) -> Iterator[Piece]:
         """The pieces of every range; notes their records in `asked`."""
         for number, wanted in enumerate(request.ranges):
             if int(wanted.kind) == Kind.CHECKPOINT:
@@ -194,22 +181,22 @@ class Reader:
                     asked[piece.record.name] = piece.record
                 yield piece
 
-    def _pieces(self, path: Path, number: int, wanted: pb.Range) -> list[_Piece]:
+    def _pieces(self, path: Path, number: int, wanted: pb.Range) -> list[Piece]:
         first, end = wanted.first_token, wanted.end_token
         pieces, at = [], first
         for record in records_on(path, Kind(wanted.kind)):
             if record.end_token <= at or at >= end:
                 continue
             stop = min(record.end_token, end)
-            pieces.append(_Piece(number, wanted, record, at, stop, last=stop == end))
+            pieces.append(Piece(number, wanted, record, at, stop, last=stop == end))
             at = stop
         if at < end:
-            pieces.append(_Piece(number, wanted, None, at, end, last=True))
+            pieces.append(Piece(number, wanted, None, at, end, last=True))
         return pieces
 
     def _checkpoint(
         self, namespace: bytes, number: int, wanted: pb.Range, public: bytes | None
-    ) -> _Piece:
+    ) -> Piece:
         record = self._catalog.record(ObjectName(namespace, Kind.CHECKPOINT, wanted.prefix_hash))
         if record is None and public is not None:
             record = self._catalog.record(ObjectName(public, Kind.CHECKPOINT, wanted.prefix_hash))
@@ -222,14 +209,14 @@ class Reader:
                 f"range {number} is the checkpoint [{first}, {end}), wanted the one row before "
                 f"token {record.end_token if record is not None else end}"
             )
-        return _Piece(number, wanted, record, first, end, last=True)
+        return Piece(number, wanted, record, first, end, last=True)
 
-    def _send_window(self, window: Sequence[_Piece], answer: _Answer) -> Iterator[Frame]:
+    def _send_window(self, window: Sequence[Piece], answer: _Answer) -> Iterator[Frame]:
         live = [p for p in window if p.number not in answer.dead]
         records = {p.record.name: p.record for p in live if p.record is not None}
         with self._budget.hold(sum(r.size for r in records.values()), self._timeout_s) as granted:
             if granted:
-                with self._tiers.gate.urgent() if _is_urgent(live) else nullcontext():
+                with self._tiers.gate.urgent() if is_urgent(live) else nullcontext():
                     yield from self._send_pinned(live, list(records.values()), answer)
                 return
         for piece in live:
@@ -238,9 +225,9 @@ class Reader:
                 yield _missing(piece, pb.MISS_REASON_DEADLINE)
 
     def _send_pinned(
-        self, live: Sequence[_Piece], records: Sequence[Record], answer: _Answer
+        self, live: Sequence[Piece], records: Sequence[Record], answer: _Answer
     ) -> Iterator[Frame]:
-        urgent = _is_urgent(live)
+        urgent = is_urgent(live)
         if not urgent:
             self._tiers.gate.wait()
         pinned, reasons = self._pin(records, urgent, answer.is_gone)
@@ -295,7 +282,7 @@ class Reader:
 
     def _send_piece(
         self,
-        piece: _Piece,
+        piece: Piece,
         pinned: dict[ObjectName, Pinned],
         headers: dict[ObjectName, Header],
         reasons: dict[ObjectName, Reason],
@@ -327,11 +314,6 @@ class Reader:
         return pb.MISS_REASON_UNSPECIFIED
 
 
-def _is_urgent(window: Sequence[_Piece]) -> bool:
-    """Whether a replay waits for it: a window holds hiddens and states, or keys and values."""
-    return any(piece.wanted.kind != pb.KIND_KV for piece in window)
-
-
 def _check_ranges(ranges: Sequence[pb.Range]) -> None:
     """Refuses ranges that no object can answer.
 
@@ -359,41 +341,6 @@ def _used(path: Path, ranges: Sequence[pb.Range], asked: dict[ObjectName, Record
     return list(used.values())
 
 
-def _windows(
-    pieces: Iterable[_Piece], window_bytes: int, load_bytes: int
-) -> Iterator[list[_Piece]]:
-    """Cuts pieces, in order, into runs whose distinct objects fit the window; never an empty one.
-
-    A window holds one urgency only, so that hiddens never wait behind keys and values, and has at
-    most `load_bytes` to load, so that what is loaded first goes out first.
-    """
-    window: list[_Piece] = []
-    held: set[ObjectName] = set()
-    size = loading = 0
-    for piece in pieces:
-        record = piece.record
-        is_new = record is not None and record.name not in held
-        extra = record.size if record is not None and is_new else 0
-        to_load = extra if record is not None and not record.in_cpu else 0
-        full = (
-            size + extra > window_bytes
-            or loading + to_load > load_bytes
-            or len(held) >= _MAX_WINDOW_OBJECTS
-            or len(window) >= _MAX_WINDOW_PIECES
-        )
-        if window and (full or window[-1].wanted.kind != piece.wanted.kind):
-            yield window
-            window, held, size, loading = [], set(), 0, 0
-            extra = record.size if record is not None else 0
-            to_load = extra if record is not None and not record.in_cpu else 0
-        window.append(piece)
-        size, loading = size + extra, loading + to_load
-        if record is not None:
-            held.add(record.name)
-    if window:
-        yield window
-
-
 _parsed = lru_cache(maxsize=1024)(parse_header)
 """By the header's bytes, so that one that is damaged is parsed, and refused."""
 
@@ -413,7 +360,7 @@ def _header_of(data: memoryview, record: Record) -> Header:
     return header
 
 
-def _rows(piece: _Piece, held: Pinned, header: Header, frame_bytes: int) -> Iterator[Frame]:
+def _rows(piece: Piece, held: Pinned, header: Header, frame_bytes: int) -> Iterator[Frame]:
     """Frames with a piece's rows, unit-major, each at most `frame_bytes` unless one unit is more.
 
     Rows that were not asked for never leave the store, so a reader of a shared prefix sees nothing
@@ -455,7 +402,7 @@ def _rows(piece: _Piece, held: Pinned, header: Header, frame_bytes: int) -> Iter
         yield Frame(rows, pieces, header)
 
 
-def _missing(piece: _Piece, reason: Reason) -> Frame:
+def _missing(piece: Piece, reason: Reason) -> Frame:
     return Frame(
         LaneRecord(
             RecordKind.MISSING,
