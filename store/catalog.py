@@ -12,8 +12,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tailreplay.store.claims import Claims
 from tailreplay.store.errors import GeometryMismatch, StoreUnavailable
 from tailreplay.store.eviction_order import EvictionOrder
+from tailreplay.store.fading import Fading
+from tailreplay.store.geometries import Geometries
 from tailreplay.store.index import TokenIndex
 from tailreplay.store.manifest import Manifests
 from tailreplay.store.manifest_form import entry_of
@@ -22,7 +25,7 @@ from tailreplay.store.public_scope import merged_path, parts_of, with_public
 from tailreplay.store.quota import Quotas
 from tailreplay.store.record import Record
 from tailreplay.store.redis_listing import RedisListing
-from tailreplay.store.renewal import BlockName, Renewal
+from tailreplay.store.renewal import Renewal
 from tailreplay.store.sums import Sums
 from tailreplay.store.views import Path
 from tailreplay.store.worth import by_worth
@@ -35,11 +38,9 @@ if TYPE_CHECKING:
     from tailreplay.store.quota import Limits
     from tailreplay.store.shared_index import SharedIndex
     from tailreplay.store.tiers import Tiers
-    from tailreplay.store.views import Block, Match, Node
+    from tailreplay.store.views import Match, Node
 
 logger = logging.getLogger(__name__)
-
-_MOST_FADING = 4096
 
 _LEARNT = 32
 """Blocks of a lookup's answer listed under one hold of the lock, two milliseconds."""
@@ -51,16 +52,6 @@ _BARE_BLOCKS = 1 << 14
 """Blocks without keys and values that the index takes, beside as many as it has with them."""
 
 _SELECT_ROWS = 4096
-
-
-@dataclass(slots=True)
-class _Pending:
-    """An object on its way to Redis; committed there once it is both `written` and admitted."""
-
-    size: int
-    written: bool = False
-    record: Record | None = None
-    home: Block | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +92,14 @@ class Catalog:
         self._lock = threading.Lock()
         self._index = TokenIndex()
         self._renewal: Renewal | None = None
-        self._life_s = 0.0 if manifests is None else manifests.ttl_s
-        self._fading: dict[BlockName, list[Record]] = {}
+        life_s = 0.0 if manifests is None else manifests.ttl_s
+        self._fading = Fading(self._index, clock, life_s)
         self._sums = Sums(self.quotas)
         self._place = self._sums.place
         self._listing = RedisListing(self._index, self._place, clock, max_blocks)
         self._order = EvictionOrder(self.quotas)
-        self._claims: set[ObjectName] = set()
-        self._pending: dict[ObjectName, _Pending] = {}
-        self._geometry: dict[tuple[bytes, Kind], Geometry] = {}
+        self._claims = Claims(to_redis=manifests is not None)
+        self._geometries = Geometries()
         self._counts: Counter[str] = Counter()
 
     def attach(self, tiers: Tiers) -> None:
@@ -194,17 +184,13 @@ class Catalog:
             exact = record is not None and record.provenance is Provenance.EXACT
             if (record is not None and record.exists and exact) or name in self._claims:
                 return False
-            self._claims.add(name)
-            if self._manifests is not None:
-                # Before the tiers have it, since they may report it written at once.
-                self._pending[name] = _Pending(size)
+            self._claims.claim(name, size)
         return True
 
     def unclaim(self, name: ObjectName) -> None:
         """Ends a claim without an object."""
         with self._lock:
-            self._claims.discard(name)
-            self._pending.pop(name, None)
+            self._claims.release(name)
 
     def check_geometry(self, namespace: bytes, geometry: Geometry) -> None:
         """Holds every object of a namespace to the geometry of the first of its kind.
@@ -213,7 +199,7 @@ class Catalog:
             GeometryMismatch: it is another one.
         """
         with self._lock:
-            known = self._geometry.setdefault((namespace, geometry.kind), geometry)
+            known = self._geometries.hold(namespace, geometry)
         if known != geometry:
             raise GeometryMismatch(f"object has {geometry}, its namespace holds {known}")
 
@@ -230,12 +216,7 @@ class Catalog:
         """
         with self._lock:
             listed = [self._admit(prompt, one) for one in arrived]
-            known = [self._pending.get(one.name) for one in arrived]
-            ready = [
-                one.name
-                for one, pending in zip(arrived, known, strict=True)
-                if pending is not None and pending.written
-            ]
+            ready = [one.name for one in arrived if self._claims.is_written(one.name)]
         self._commit(ready)
         return listed
 
@@ -265,31 +246,18 @@ class Catalog:
             for record in known:
                 record.note_fetch()
             self._order.use_together(known)
-            self._note_fading(known)
+            self._fading.note(known)
 
     def renew_used(self) -> int:
         """Gives what was used and would expire another life in Redis; returns how many blocks."""
         with self._lock:
-            fading, self._fading = self._fading, {}
+            fading = self._fading.take()
         if self._renewal is None or not fading:
             return 0
         renewed = set(self._renewal.renew(list(fading)))
         with self._lock:
-            for block in renewed:
-                for record in fading[block]:
-                    record.redis_until_s = self._clock() + self._life_s
+            self._fading.renewed(renewed, fading)
         return len(renewed)
-
-    def _note_fading(self, records: Iterable[Record]) -> None:
-        """Notes blocks of which something that was used has less than half of its life left."""
-        soon_s = self._clock() + self._life_s / 2
-        for record in records:
-            if not record.in_redis or record.redis_until_s >= soon_s:
-                continue
-            for home in self._index.homes(record):
-                block = BlockName(record.name.namespace, home.prefix_hash)
-                if block in self._fading or len(self._fading) < _MOST_FADING:
-                    self._fading.setdefault(block, []).append(record)
 
     def used_prefix(self, prompt: Prompt) -> None:
         """Notes that something was stored of a prompt: what has little worth now goes first."""
@@ -304,9 +272,9 @@ class Catalog:
         """Forgets objects that are in no tier any more, or must not be used again."""
         with self._lock:
             forgotten = self._fields_of(records)
+            self._claims.give_up(record.name for record in records)
             for record in records:
                 self._place(record, in_cpu=False, in_redis=False)
-                self._pending.pop(record.name, None)
                 self._order.drop(record)
                 self._index.prune(record)
         self._forget_in_redis(forgotten)
@@ -334,7 +302,7 @@ class Catalog:
     def spaces(self) -> set[bytes]:
         """Namespaces that have blocks, or get some now."""
         with self._lock:
-            return {*self._index.sizes(), *(name.namespace for name in self._claims)}
+            return self._busy_spaces()
 
     def limit(self, tenant: bytes, limits: Limits) -> None:
         """Sets a tenant's limits; what is over stays until somebody makes room."""
@@ -403,7 +371,7 @@ class Catalog:
         while freed < size:
             with self._lock:
                 victims = self._order.victims(
-                    size - freed, tenant, lambda r: r in stuck or r.name in self._pending
+                    size - freed, tenant, lambda r: r in stuck or self._claims.is_pending(r.name)
                 )
             if not victims:
                 break
@@ -417,20 +385,13 @@ class Catalog:
     def redis_stored(self, names: Sequence[ObjectName]) -> None:
         """Objects' payloads are in Redis; those already admitted are committed."""
         with self._lock:
-            ready = []
-            for name in names:
-                pending = self._pending.get(name)
-                if pending is not None:
-                    pending.written = True
-                    if pending.record is not None:
-                        ready.append(name)
+            ready = self._claims.written(names)
         self._commit(ready)
 
     def redis_failed(self, names: Sequence[ObjectName]) -> None:
         """Objects will not get to Redis; they stay in the CPU tier alone."""
         with self._lock:
-            for name in names:
-                self._pending.pop(name, None)
+            self._claims.give_up(names)
             self._counts["redis_failed"] += len(names)
 
     def restore(self) -> int:
@@ -458,7 +419,7 @@ class Catalog:
             forgotten, row = self._listing.forget_some(row)
             self._counts["expired_objects"] += forgotten
             if not row:
-                self._forget_shapes()
+                self._geometries.forget_all_but(self._busy_spaces())
         return row
 
     def figures(self) -> dict[str, int]:
@@ -467,7 +428,7 @@ class Catalog:
             return {
                 **self._counts,
                 "blocks": len(self._index),
-                "redis_pending_bytes": sum(p.size for p in self._pending.values()),
+                "redis_pending_bytes": self._claims.pending_bytes,
             }
 
     def tier_figures(self) -> dict[tuple[str, Kind], tuple[int, int]]:
@@ -477,10 +438,8 @@ class Catalog:
 
     def namespaces(self) -> dict[bytes, tuple[int, int, dict[Kind, Geometry]]]:
         """Blocks, their tokens and known geometries of each namespace."""
-        shapes: dict[bytes, dict[Kind, Geometry]] = {}
         with self._lock:
-            for (space, kind), geometry in self._geometry.items():
-                shapes.setdefault(space, {})[kind] = geometry
+            shapes = self._geometries.by_namespace()
             return {
                 space: (blocks, tokens, shapes.get(space, {}))
                 for space, (blocks, tokens) in self._index.sizes().items()
@@ -511,19 +470,16 @@ class Catalog:
         except StoreUnavailable as error:
             logger.debug("a manifest field outlives its payload: %s", error)
 
-    def _forget_shapes(self) -> None:
-        """Forgets geometries of namespaces that have nothing and get nothing."""
-        busy = {name.namespace for name in self._claims}
-        gone = {space for space, _ in self._geometry} - set(self._index.sizes()) - busy
-        for key in [key for key in self._geometry if key[0] in gone]:
-            del self._geometry[key]
+    def _busy_spaces(self) -> set[bytes]:
+        """Namespaces that have blocks, or get some now."""
+        return {*self._index.sizes(), *self._claims.namespaces()}
 
     def _admit(self, prompt: Prompt, arrived: Arrived) -> bool:
         name, end_token = arrived.name, arrived.end_token
-        self._claims.discard(name)
         if self._is_too_far(prompt, end_token):
-            self._pending.pop(name, None)
+            self._claims.release(name)
             return False
+        self._claims.arrive(name)
         record, home = self._locate(prompt, name.kind, end_token)
         # What was there before was approximate, and its size may be another.
         self._place(record, in_cpu=False, in_redis=False)
@@ -533,8 +489,8 @@ class Catalog:
         self._order.use([record])  # until `used` has put the whole prefix in order
         self._counts["stored_bytes"] += arrived.size
         self._supersede(record)
-        if (pending := self._pending.get(name)) is not None:
-            pending.record, pending.home = record, self._index.block(prompt, home)
+        if self._claims.is_pending(name):
+            self._claims.admit(record, self._index.block(prompt, home))
         return True
 
     def _locate(self, prompt: Prompt, kind: Kind, end_token: int) -> tuple[Record, Node]:
@@ -579,21 +535,16 @@ class Catalog:
         if not names or self._manifests is None:
             return
         with self._lock:
-            waiting = []
-            for name in names:
-                pending = self._pending.get(name)
-                if pending is not None and pending.record is not None and pending.home is not None:
-                    waiting.append((pending, pending.home, pending.record))
-            entries = [(home, entry_of(record)) for _, home, record in waiting]
+            due = self._claims.due(names)
+            entries = [(one.home, entry_of(one.record)) for one in due]
         taken = self._manifests.commit(entries)
         with self._lock:
-            for (pending, _, record), life_s in zip(waiting, taken, strict=True):
-                if life_s and self._pending.get(record.name) is pending:
-                    del self._pending[record.name]
-                    record.redis_until_s = self._clock() + life_s
-                    self._place(record, in_redis=True)
+            for one, life_s in zip(due, taken, strict=True):
+                if life_s and self._claims.settle(one):
+                    one.record.redis_until_s = self._clock() + life_s
+                    self._place(one.record, in_redis=True)
         self.redis_failed(
-            [r.name for (*_, r), life_s in zip(waiting, taken, strict=True) if not life_s]
+            [one.record.name for one, life_s in zip(due, taken, strict=True) if not life_s]
         )
 
 
