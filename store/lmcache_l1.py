@@ -50,7 +50,12 @@ def construct_manager(l1: L1Manager, adapters: Sequence[L2AdapterConfigBase]) ->
         prefetch_policy="retain",
         prefetch_max_in_flight=128,
     )
-    return StorageManager(config, _l1_managers=(l1,))
+    manager = StorageManager(config, _l1_managers=(l1,))
+    if not adapters:
+        # Its threads for eviction and for the tiers behind would be woken at every write, for
+        # nothing: the one is off, and there are no others.
+        l1._registered_listeners.clear()
+    return manager
 
 
 def touch(l1: L1Manager) -> None:
@@ -79,6 +84,12 @@ def object_name(key: ObjectKey) -> ObjectName:
 def layout_of(size: int) -> MemoryLayoutDesc:
     """Return the layout of an object of `size` bytes."""
     return MemoryLayoutDesc([torch.Size([size])], [torch.uint8])
+
+
+def pool_view(l1: L1Manager) -> memoryview:
+    """Return a writable view of the whole pool; objects lie at their `shm_offset`."""
+    pool = l1.get_l1_memory_desc()
+    return memoryview((ctypes.c_ubyte * pool.size).from_address(pool.ptr)).cast("B")
 
 
 def bytes_of(memory: MemoryObj) -> memoryview:

@@ -23,6 +23,7 @@ from lmcache.v1.distributed.storage_manager import StorageManager
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.platform import create_event_notifier
 
+from tailreplay.store.lmcache_l1 import construct_l1, construct_manager
 from tailreplay.store.redis_l2 import ADAPTER_TYPE, TailReplayRedisL2
 from tailreplay.store.redis_l2_config import TailReplayRedisL2Config
 
@@ -167,3 +168,13 @@ def test_lmcache_builds_our_adapter_by_its_own_type_and_as_a_plugin(redis_server
         assert isinstance(adapter, TailReplayRedisL2)
         assert adapter.report_status()["is_healthy"]
         adapter.close()
+
+
+def test_a_pool_without_tiers_behind_it_wakes_nobody():
+    """Nor does it need to: what LMCache's threads would be told of is not theirs to do."""
+    l1 = construct_l1(1 << 20, "")
+    manager = construct_manager(l1, [])
+    try:
+        assert l1._registered_listeners == []
+    finally:
+        manager.close()
