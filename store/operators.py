@@ -66,9 +66,11 @@ class Operators:
         self._clock = clock
         self._eraser = Eraser(catalog, tiers, ledger)
         self.pins = pins
-        # Touched by `tick` alone: when Redis was last read, and owners swept.
+        # Touched by `tick` alone: when Redis was last read, and owners swept, and of how many
+        # namespaces was asked.
         self._read_at_s = -math.inf
         self._swept_at_s = clock()
+        self._asked = 0
         # Guarded by _lock: owners that Redis has, and the day of which.
         self._lock = threading.Lock()
         self._written: dict[bytes, tuple[bytes, int]] = {}
@@ -257,7 +259,7 @@ class Operators:
         """Asks whose namespaces are, says whose they are, and forgets those that are gone."""
         spaces = self._catalog.spaces()
         if ledger is not None:
-            unknown = self._quotas.unknown(spaces)[:_MOST_ASKED]
+            unknown = self._next(self._quotas.unknown(spaces))
             found = ledger.owners_of(unknown) if unknown else {}
             for space in unknown:
                 self._quotas.learn(space, found.get(space, NO_TENANT))
@@ -271,6 +273,12 @@ class Operators:
         if self._clock() - self._swept_at_s >= _SWEEP_S:
             self._swept_at_s = self._clock()
             self._quotas.sweep(spaces)
+
+    def _next(self, unknown: list[bytes]) -> list[bytes]:
+        """Those of them to ask for now; the others have their turn."""
+        at = self._asked if self._asked < len(unknown) else 0
+        self._asked = at + _MOST_ASKED
+        return unknown[at : at + _MOST_ASKED]
 
     def _disown(self, namespaces: Collection[bytes]) -> None:
         if self._ledger is not None:

@@ -91,9 +91,9 @@ class Quotas:
             self._assign(namespace, self._owner.get(namespace) or tenant)
 
     def unknown(self, namespaces: Iterable[bytes]) -> list[bytes]:
-        """Those of which nobody has said whose they are."""
+        """Those of which nobody has named a tenant yet; another store may do so any time."""
         with self._lock:
-            return [space for space in namespaces if space not in self._owner]
+            return [space for space in namespaces if not self._owner.get(space)]
 
     def sweep(self, listed: Collection[bytes]) -> None:
         """Forgets owners of namespaces that are not listed, and were not since the last sweep."""

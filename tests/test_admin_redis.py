@@ -147,6 +147,32 @@ def test_what_another_store_has_written_is_erased_too(running):
         assert not [key for key in raw.keys("*") if prefix.namespace in key]
 
 
+def test_whose_a_namespace_is_may_be_said_after_another_store_has_read_of_it(running):
+    """Else what it had read was nobody's for good, and erasing the tenant there left it."""
+    server, raw = running
+    servers = RedisServers([RedisEndpoint.parse(server.url)], timeout_s=5)
+    prefix = prefix_of(ACME)
+    with serve_in_thread(redis_url=server.url) as store, closing(Client(store.address)) as writer:
+        writer.put(prefix)
+        settle(writer)
+        until(lambda: store.store.operators.written_owners())
+    raw.delete(*raw.keys("tailreplay:a:owners:*"))  # as before it was written
+    with (
+        serve_in_thread(redis_url=server.url) as store,
+        closing(Client(store.address)) as reader,
+        closing(Ledger(servers, "tailreplay:")) as ledger,
+    ):
+        assert reader.fetch(prefix, span_range(KV, 0, 1000)).ended == [0]
+        until(lambda: store.store.catalog.quotas.tenants() == [b""])
+        ledger.own({prefix.namespace: ACME})
+        until(lambda: info(reader, ACME).namespaces == 1)
+        ledger.disown([prefix.namespace])  # as erasing it through another store does
+        answer = reader.admin.Erase(pb.EraseRequest(tenant=ACME), timeout=20)
+        assert (answer.namespaces, answer.cpu_objects_left, answer.redis_keys_left) == (1, 0, 0)
+        assert answer.overwritten_bytes > 3 * BLOCK
+        assert reader.match(prefix).matched_tokens == 0
+
+
 def test_without_redis_there_is_no_proof_and_the_pool_is_cleared(running):
     server, _ = running
     with (
