@@ -15,7 +15,7 @@ import torch
 from blake3 import blake3
 
 from tailreplay.connector.calibration import Calibration
-from tailreplay.connector.client import NotAsked, ObjectBytes, StoreClient, default_address
+from tailreplay.connector.client import NotAsked, StoreClient, default_address
 from tailreplay.connector.device_load import DeviceLoad
 from tailreplay.connector.device_pool import DevicePool
 from tailreplay.connector.hf_keep import keep_on_device
@@ -23,6 +23,7 @@ from tailreplay.connector.hf_model import HybridModel, UnsupportedModel, guard_t
 from tailreplay.connector.hf_run import Prefilled, PromptRun
 from tailreplay.connector.identity import MAX_DIGESTED_BYTES, model_semantics
 from tailreplay.connector.load import Load, LoadFailed
+from tailreplay.connector.outgoing import outgoing
 from tailreplay.connector.payload import PayloadCodec
 from tailreplay.connector.plan import FetchPlan, ModelShape, plan_fetch, plan_put, plan_repair
 from tailreplay.connector.policy import CachePolicy
@@ -33,9 +34,8 @@ from tailreplay.proto import store_pb2 as pb
 from tailreplay.replay.tail_error import span_tails
 from tailreplay.store.chain import PrefixChain
 from tailreplay.store.errors import InvalidRequest, StoreUnavailable, TailReplayError
-from tailreplay.store.header import Header, build_object, object_bytes
 from tailreplay.store.namespace import NamespaceFields, tenant_digest
-from tailreplay.store.objects import Kind, ObjectName
+from tailreplay.store.objects import Kind
 from tailreplay.store.tokens import extended_tokens
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tailreplay.connector.client import ObjectBytes
     from tailreplay.replay.linear_state import LinearState
     from tailreplay.store.tokens import ExtendedTokens
 
@@ -334,7 +335,7 @@ class HybridEngine:
                 self._start(load, outcome.stored)
             states = run.rebuild(plan, load)
             pack = partial(self._codec.pack_checkpoint, states)
-            state = self._object(prompt.chain, Kind.CHECKPOINT, m - 1, m, pack)
+            state = self._object(prompt.chain, Kind.CHECKPOINT, (m - 1, m), pack)
             self._client.put(
                 self.namespace,
                 prompt.tokens[:m],
@@ -365,11 +366,12 @@ class HybridEngine:
                 pack = partial(self._codec.pack_hidden, done.hidden, first - start, end - start)
             else:
                 continue
-            yield self._object(prompt.chain, kind, first, end, pack, figures.get(first, b""))
+            own = figures.get(first, b"") if kind is Kind.HIDDEN else b""
+            yield self._object(prompt.chain, kind, (first, end), pack, own)
         known = {checkpoint.token for checkpoint in stored.checkpoints}
         for token in sorted(done.states.keys() - known):
             pack = partial(self._codec.pack_checkpoint, done.states[token])
-            yield self._object(prompt.chain, Kind.CHECKPOINT, token - 1, token, pack)
+            yield self._object(prompt.chain, Kind.CHECKPOINT, (token - 1, token), pack)
 
     def _tail_figures(
         self, done: Prefilled, stored: StoredPrefix, wanted: Sequence[tuple[Kind, int, int]]
@@ -388,22 +390,11 @@ class HybridEngine:
         self,
         chain: PrefixChain,
         kind: Kind,
-        first: int,
-        end: int,
+        span: tuple[int, int],
         pack: Callable[[], memoryview],
         figures: bytes = b"",
     ) -> ObjectBytes:
-        geometry, rows = self._codec.geometry[kind], end - first
-        name = ObjectName(self.namespace, kind, chain.prefix_hash(end))
-        announce = pb.PutObject(
-            kind=pb.Kind.ValueType(kind),
-            first_token=first,
-            end_token=end,
-            size_bytes=object_bytes(geometry, rows),
-            tail_figures=figures if kind is Kind.HIDDEN else b"",
-        )
-        header = Header(name, geometry, first, rows, ())
-        return ObjectBytes(announce, lambda: build_object(header, pack()))
+        return outgoing(self.namespace, chain, self._codec.geometry[kind], span, pack, figures)
 
     def _checked(self, token_ids: Sequence[int], max_new_tokens: int) -> ExtendedTokens:
         tokens = extended_tokens(token_ids)

@@ -206,7 +206,11 @@ class Load:
             and rows.first_token + rows.rows <= wanted.end_token
         )
         if not inside:
-            raise IntegrityError(f"rows from {rows.first_token} lie outside their range")
+            raise IntegrityError(
+                f"{rows.rows} rows from {rows.first_token} of {rows.units} units from "
+                f"{rows.first_unit}, wanted tokens [{wanted.first_token}, {wanted.end_token}) of "
+                f"{buffer.shape[0]} units from {wanted.first_unit}"
+            )
         self._check_name(rows, wanted)
         return wanted, buffer
 

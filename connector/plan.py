@@ -1,7 +1,7 @@
 """What to do with a hit: pure decisions, no I/O, no tensors.
 
-`plan_fetch` decides boundary, mode, checkpoint, tail and the
-order of loading, `plan_put` what is worth sending back.
+`plan_fetch` decides boundary, mode, checkpoint, tail and the order of loading, `plan_repair` how a
+tail's boundary gets its exact state, `plan_put` what is worth sending back.
 """
 
 from __future__ import annotations

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+__all__ = ["TailReplayConnector"]
+
 logger = logging.getLogger(__name__)
 
 
@@ -43,9 +45,6 @@ def speak_through_vllm() -> None:
         ours.handlers = list(theirs.handlers)
         ours.setLevel(theirs.level)
         ours.propagate = False
-
-
-__all__ = ["TailReplayConnector"]
 
 
 class TailReplayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLLM is untyped

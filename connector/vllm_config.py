@@ -68,11 +68,11 @@ class VllmSettings(BaseModel):
     ] = None
     tokenizer_id: Annotated[str, Field(description="identity of the tokenizer")] = ""
     tenant: Annotated[str, Field(description="separates what is stored")] = ""
-    match_timeout_s: Annotated[float, Field(gt=0, description="deadline of a lookup")] = 0.25
+    match_timeout_s: Annotated[float, Field(gt=0, description="deadline of a lookup, s")] = 0.25
     stall_timeout_s: Annotated[
-        float, Field(gt=0, description="longest pause in a load before it is given up")
+        float, Field(gt=0, description="longest pause in a load before it is given up, s")
     ] = 2.0
-    put_timeout_s: Annotated[float, Field(gt=0, description="deadline of one write-back")] = 60.0
+    put_timeout_s: Annotated[float, Field(gt=0, description="deadline of one write-back, s")] = 60.0
 
     @property
     def keeps_hiddens(self) -> bool:

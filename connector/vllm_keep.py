@@ -16,19 +16,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tailreplay.connector.client import ObjectBytes
+from tailreplay.connector.outgoing import outgoing
 from tailreplay.connector.plan import plan_put
 from tailreplay.connector.stored import StoredPrefix
-from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.chain import PrefixChain
 from tailreplay.store.errors import StoreUnavailable, TailReplayError
-from tailreplay.store.header import Header, build_object, object_bytes
-from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind, ObjectName
+from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    from tailreplay.connector.client import StoreClient
+    from tailreplay.connector.client import ObjectBytes, StoreClient
     from tailreplay.connector.payload import PayloadCodec
     from tailreplay.connector.vllm_meta import KeepBegin
     from tailreplay.store.tokens import ExtendedTokens
@@ -187,6 +185,7 @@ class Keeper:
             logger.warning("the store refused a prompt: %s", error)
 
     def _objects(self, sent: _Kept, chain: PrefixChain) -> Iterator[ObjectBytes]:
+        geometry = self._codec.geometry
         total = min(sent.end, len(sent.tokens))
         hidden_first = sent.hidden_first if sent.hidden else total
         for kind, first, end in plan_put(sent.stored, total, hidden_first):
@@ -198,31 +197,11 @@ class Keeper:
             else:
                 rows = sent.hidden[0][:, first - hidden_first : end - hidden_first]
                 pack = partial(self._codec.pack_hidden, list(rows), 0, end - first)
-            yield self._object(sent.namespace, chain, kind, (first, end), pack)
+            yield outgoing(sent.namespace, chain, geometry[kind], (first, end), pack)
         for tokens, units in sorted(sent.states.items()):
             span = (tokens - 1, tokens)
             pack = partial(_as_it_is, units)
-            yield self._object(sent.namespace, chain, Kind.CHECKPOINT, span, pack)
-
-    def _object(
-        self,
-        namespace: bytes,
-        chain: PrefixChain,
-        kind: Kind,
-        span: tuple[int, int],
-        pack: Callable[[], memoryview],
-    ) -> ObjectBytes:
-        """One object; packed when the store wants it."""
-        first, end = span
-        name = ObjectName(namespace, kind, chain.prefix_hash(end))
-        header = Header(name, self._codec.geometry[kind], first, end - first, ())
-        announce = pb.PutObject(
-            kind=pb.Kind.ValueType(kind),
-            first_token=first,
-            end_token=end,
-            size_bytes=object_bytes(header.geometry, header.rows),
-        )
-        return ObjectBytes(announce, lambda: build_object(header, pack()))
+            yield outgoing(sent.namespace, chain, geometry[Kind.CHECKPOINT], span, pack)
 
 
 def _pack_kv(rows: Tensor) -> memoryview:
