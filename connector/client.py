@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 import grpc
 
 from tailreplay.connector.breaker import Breaker
-from tailreplay.connector.lane import Lanes, LaneStream
+from tailreplay.connector.lane import Lanes
 from tailreplay.connector.step import Step, step_of
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.proto import store_pb2_grpc as rpc
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import TracebackType
 
+    from tailreplay.connector.lane_stream import LaneStream
     from tailreplay.store.tokens import ExtendedTokens
 
     Parts: TypeAlias = Sequence[bytes | memoryview]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from tailreplay.connector.client import FetchStream
     from tailreplay.connector.device_pool import DevicePool
-    from tailreplay.connector.lane import LaneStream
+    from tailreplay.connector.lane_stream import LaneStream
     from tailreplay.store.chain import PrefixChain
     from tailreplay.store.geometry import Geometry
 

@@ -1,4 +1,4 @@
-"""The data lane's client: rows straight into the engine's buffers, objects straight out of them.
+"""Data lanes to one store: rows straight into the engine's buffers, objects straight out of them.
 
 On the store's own machine rows are not sent at all: the store says where in its shared segment they
 lie, pinned, and they are copied from there, once.
@@ -9,51 +9,30 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-import select
 import socket
 import threading
 import time
-from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc
-import numpy as np
 
-from tailreplay.connector.staging import StagingRing
-from tailreplay.connector.step import Step
+from tailreplay.connector.lane_socket import LaneSocket
+from tailreplay.connector.lane_stream import LaneStream
 from tailreplay.proto import store_pb2 as pb
-from tailreplay.store.checksum import crc32c_of
-from tailreplay.store.copying import copy_rows
-from tailreplay.store.errors import (
-    IntegrityError,
-    StoreUnavailable,
-    from_status,
-)
+from tailreplay.store.errors import StoreUnavailable
 from tailreplay.store.lane_wire import (
     HELLO,
     MAGIC,
     PLACED,
-    RECORD_BYTES,
-    REQUEST,
-    STAGED,
     VERSION,
-    LaneRecord,
-    RecordKind,
     Request,
     connect,
-    hang_up,
     receive,
-    receive_into,
-    send,
-    unpack_record,
 )
-from tailreplay.store.put_source import INLINE, OFFSET
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Callable, Iterator, Sequence
-
-    import numpy.typing as npt
+    from collections.abc import Callable, Sequence
 
     from tailreplay.connector.breaker import Breaker
     from tailreplay.connector.client import ObjectBytes
@@ -62,137 +41,6 @@ logger = logging.getLogger(__name__)
 
 _CONNECT_S = 1.0
 _RETRY_S = 5.0
-_MAX_ERROR_BYTES = 1 << 16
-_MAX_ANSWER_BYTES = 1 << 16
-_AHEAD_BYTES = 1 << 15
-_SEEN = REQUEST.pack(Request.SEEN, 0, 0, 0)
-
-
-class LaneSocket:
-    """One open lane; one request at a time.
-
-    Attributes:
-        segment: the store's shared memory, read-only; None where it is another machine's.
-    """
-
-    def __init__(self, sock: socket.socket, segment: mmap.mmap | None) -> None:
-        self.sock = sock
-        self.segment = segment
-        # Read, and not looked at yet; nothing once a request is over.
-        self._ahead, self._at = b"", 0
-        self._asked = False
-        self._staging: StagingRing | None = None
-        self._hung_up = select.poll()
-        self._hung_up.register(sock, select.POLLRDHUP)
-
-    def is_closed(self) -> bool:
-        """Whether the store has closed the other end, even if unread records lie before that."""
-        return bool(self._hung_up.poll(0))
-
-    def request(self, kind: Request, message: pb.FetchRequest | pb.PutPlan, flags: int = 0) -> None:
-        """Sends a request."""
-        data = message.SerializeToString()
-        send(self.sock, [REQUEST.pack(kind, flags, 0, len(data)), data])
-
-    def put(self, begin: pb.PutBegin, objects: Sequence[ObjectBytes]) -> pb.PutResponse:
-        """Stores objects; those that the store does not want are not packed."""
-        if self.segment is not None and not self._asked:
-            self._asked, self._staging = True, self._stage()
-        plan = pb.PutPlan(begin=begin, objects=[item.announce for item in objects])
-        self.request(Request.PUT, plan, STAGED if self._staging is not None else 0)
-        wanted = receive(self.sock, self._expect(RecordKind.WANTED, len(objects)))
-        for item, is_wanted in zip(objects, wanted, strict=True):
-            if not is_wanted:
-                continue
-            if self._staging is None:
-                send(self.sock, item.parts)
-            else:
-                self._place(self._staging, item)
-        while self._staging:
-            self._taken(self._staging)
-        return pb.PutResponse.FromString(
-            receive(self.sock, self._expect(RecordKind.DONE, _MAX_ANSWER_BYTES))
-        )
-
-    def _stage(self) -> StagingRing | None:
-        """A staging segment of the store's; None where it gives none."""
-        self.sock.sendall(REQUEST.pack(Request.STAGE, 0, 0, 0))
-        data, descriptors, _, _ = socket.recv_fds(self.sock, RECORD_BYTES, 1)
-        try:
-            data += receive(self.sock, RECORD_BYTES - len(data))
-            record = unpack_record(data)
-            if record.kind is not RecordKind.SEGMENT or not record.offset or not descriptors:
-                return None
-            return StagingRing(mmap.mmap(descriptors[0], record.offset))
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
-
-    def _place(self, staging: StagingRing, item: ObjectBytes) -> None:
-        parts = item.parts
-        if sum(memoryview(part).nbytes for part in parts) > staging.size_bytes:
-            send(self.sock, [OFFSET.pack(INLINE), *parts])
-            self._expect_all_taken(staging)
-            return
-        while (offset := staging.place(parts)) is None:
-            self._taken(staging)
-        self.sock.sendall(OFFSET.pack(offset))
-
-    def _expect_all_taken(self, staging: StagingRing) -> None:
-        """Waits for what is placed, and for one object that was sent behind it."""
-        while staging:
-            self._taken(staging)
-        self._expect(RecordKind.TAKEN, 0)
-
-    def _taken(self, staging: StagingRing) -> None:
-        self._expect(RecordKind.TAKEN, 0)
-        staging.taken()
-
-    def record(self, *, ahead: bool = False) -> LaneRecord:
-        """The next record; an ERROR is raised as what it stands for.
-
-        Args:
-            ahead: whether what follows it may be read with it, since records alone follow.
-        """
-        record = unpack_record(self._read(RECORD_BYTES, ahead))
-        if record.kind is RecordKind.ERROR:
-            text = self._read(min(record.offset, _MAX_ERROR_BYTES), ahead).decode()
-            raise from_status(record.code, text)
-        return record
-
-    def read_into(self, parts: Sequence[memoryview]) -> None:
-        """Fills buffers, in order, with what follows the last record."""
-        for part in parts:
-            some = self._ahead[self._at : self._at + len(part)]
-            part[: len(some)] = some
-            self._at += len(some)
-            receive_into(self.sock, [part[len(some) :]])
-
-    def _read(self, size: int, ahead: bool) -> bytes:
-        if not ahead:
-            return receive(self.sock, size)
-        while len(self._ahead) - self._at < size:
-            self._ahead, self._at = self._ahead[self._at :], 0
-            more = self.sock.recv(_AHEAD_BYTES)
-            if not more:
-                raise StoreUnavailable("the lane was closed in the middle of a message")
-            self._ahead += more
-        self._at += size
-        return self._ahead[self._at - size : self._at]
-
-    def _expect(self, kind: RecordKind, most: int) -> int:
-        record = self.record()
-        if record.kind is not kind or record.offset > most:
-            raise StoreUnavailable(
-                f"the lane says {record.kind.name} of {record.offset} bytes, wanted {kind.name} "
-                f"of at most {most}"
-            )
-        return record.offset
-
-    def close(self) -> None:
-        """Closes it; a thread that waits on it wakes up."""
-        hang_up(self.sock)
-        self.sock.close()
 
 
 class Lanes:
@@ -340,108 +188,3 @@ class Lanes:
                 return self._segment[1]
         finally:
             os.close(fd)
-
-
-class LaneStream:
-    """Steps of one fetch over a lane, in order. One thread iterates; any thread may cancel."""
-
-    def __init__(self, lanes: Lanes, lane: LaneSocket, breaker: Breaker) -> None:
-        self._lanes = lanes
-        self._lane = lane
-        self._breaker = breaker
-        # Guarded by _lock: whether somebody reads, and whether it was cancelled.
-        self._lock = threading.Lock()
-        self._is_read = False
-        self._cancelled = False
-
-    def __iter__(self) -> Iterator[Step]:
-        """The steps.
-
-        Raises:
-            TailReplayError: the lane broke; what came before is good.
-        """
-        with self._lock:
-            self._is_read = True
-        try:
-            yield from self._steps()
-        except (OSError, StoreUnavailable) as error:
-            if not self._let_go():
-                self._breaker.failed()
-            self._lane.close()
-            raise StoreUnavailable(f"a data lane broke: {error}") from error
-        except BaseException:
-            self._let_go()
-            self._lane.close()
-            raise
-        self._breaker.succeeded()
-        if self._let_go():
-            self._lane.close()
-        else:
-            self._lanes.give_back(self._lane)
-
-    def _let_go(self) -> bool:
-        """From now on `cancel` leaves the lane, which others may use, alone; was it cancelled?"""
-        with self._lock:
-            was_cancelled, self._cancelled = self._cancelled, True
-        return was_cancelled
-
-    def cancel(self) -> None:
-        """Ends the stream; the store gives its pins back. Does nothing to one that has ended."""
-        with self._lock:
-            if self._cancelled:
-                return
-            self._cancelled = True
-            hang_up(self._lane.sock)
-            if not self._is_read:
-                self._lane.sock.close()
-
-    def stalled(self) -> None:
-        """Counts against the store that nothing has come for too long."""
-        self._breaker.failed()
-
-    def _steps(self) -> Iterator[Step]:
-        placed = self._lane.segment is not None
-        while (record := self._lane.record(ahead=placed)).kind is not RecordKind.DONE:
-            if record.kind is RecordKind.ROWS:
-                yield Step(record, partial(self._receive, record))
-            elif record.kind is RecordKind.PLACED_ROWS:
-                yield Step(record._replace(kind=RecordKind.ROWS), partial(self._copy, record))
-            elif record.kind is RecordKind.BARRIER:
-                self._lane.sock.sendall(_SEEN)
-            else:
-                self._check_pinned()
-                yield Step(record)
-
-    def _receive(self, record: LaneRecord, rows: npt.NDArray[np.uint8]) -> None:
-        parts = _contiguous(rows)
-        if self._lane.segment is None:
-            receive_into(self._lane.sock, parts)
-        else:
-            self._lane.read_into(parts)
-        if crc32c_of(parts) != record.crc32c:
-            raise IntegrityError(f"rows from {record.first_token} are damaged")
-
-    def _copy(self, record: LaneRecord, rows: npt.NDArray[np.uint8]) -> None:
-        """Copies placed rows; they count once their range has ended on a lane that is open."""
-        segment = self._lane.segment
-        unit_bytes = record.rows * record.row_bytes
-        end = record.offset + (record.units - 1) * record.stride + unit_bytes
-        if segment is None or end > len(segment) or record.stride < unit_bytes:
-            raise IntegrityError(f"rows from {record.first_token} lie outside the shared segment")
-        copy_rows(rows, segment, record.offset, record.stride)
-
-    def _check_pinned(self) -> None:
-        """Placed rows that were copied so far were pinned all the while, or this raises.
-
-        The store closes the lane before it gives a pin back, so a lane that is open after the
-        copying means that nothing was overwritten under it.
-        """
-        if self._lane.segment is not None and self._lane.is_closed():
-            raise StoreUnavailable("the store took its memory back while it was read")
-
-
-def _contiguous(rows: npt.NDArray[np.uint8]) -> list[memoryview]:
-    """The memory of `[units, rows, row bytes]`, in pieces that are contiguous."""
-    if rows.flags.c_contiguous:
-        return [rows.reshape(-1).data]
-    return [unit.reshape(-1).data for unit in rows]

@@ -16,7 +16,7 @@ from tokens_file import TENANTS, bearer, write_tokens
 from waiting import until
 
 from tailreplay.connector.client import ObjectBytes, StoreClient
-from tailreplay.connector.lane import LaneStream
+from tailreplay.connector.lane_stream import LaneStream
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
 from tailreplay.store.credentials import NO_CREDENTIALS, Credentials
