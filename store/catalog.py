@@ -181,8 +181,10 @@ class Catalog:
         """
         with self._lock:
             record = self._index.find(prompt, name.kind, end_token)
-            exact = record is not None and record.provenance is Provenance.EXACT
-            if (record is not None and record.exists and exact) or name in self._claims:
+            if record is not None and record.exists and record.provenance is Provenance.EXACT:
+                self._index.recognise(prompt, record)
+                return False
+            if name in self._claims:
                 return False
             self._claims.claim(name, size)
         return True

@@ -72,9 +72,15 @@ class Checkpoints:
             self._objects.note_digest(row, digest)
             self._rows[name.namespace, name.prefix_hash] = row
             below.foreign[digest] = row
-        if codes and digest in below.foreign:
-            below.known[codes] = below.foreign.pop(digest)
+        if codes:
+            self.adopt(row, codes)
         return row
+
+    def adopt(self, row: int, codes: bytes) -> None:
+        """Knows a checkpoint by the codes of its tokens from here on, whatever its digest says."""
+        below, digest = self._below[self._objects.homes[row]], self._objects.digest(row)
+        if below.foreign.get(digest, NONE) == row:
+            below.known[codes] = below.foreign.pop(digest)
 
     def drop(self, row: int, name: ObjectName, digest: bytes) -> None:
         """Forgets a checkpoint."""

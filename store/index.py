@@ -235,6 +235,18 @@ class TokenIndex:
                 return self.objects.record(row, prompt.namespace)
         return None
 
+    def recognise(self, prompt: Prompt, record: Record) -> None:
+        """Knows by its tokens what has the name of a prompt's prefix.
+
+        Its digests may be of a key that is in use no more, by which no prompt finds it.
+        """
+        end = record.end_token
+        if record.name.kind is Kind.CHECKPOINT:
+            first = (end - 1) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
+            self._checkpoints.adopt(record.row, prompt.codes(first, end))
+        elif record.name.kind is Kind.KV:
+            self._known(self._spaces[prompt.namespace], prompt, end)
+
     def path_to(self, namespace: bytes, leaf: bytes) -> Path:
         """What hangs on the blocks from the first to the one named `leaf`; empty if not known."""
         return self.snapshot(self._rows_to(namespace, leaf))

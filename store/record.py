@@ -270,6 +270,10 @@ class Objects:
         """Keeps the digest of a checkpoint's last token."""
         self._digests[row] = digest
 
+    def digest(self, row: int) -> bytes:
+        """What `note_digest` has kept; empty for other rows."""
+        return self._digests.get(row, b"")
+
     def figures(self, row: int) -> bytes:
         """Tail figures of a row; may be empty."""
         size = self._figure_bytes[row]
@@ -294,7 +298,7 @@ class Objects:
                 self.firsts[row],
                 self.lengths[row],
                 size=self.sizes[row],
-                digest=self._digests.get(row, b""),
+                digest=self.digest(row),
             )
             record._objects, record._row = self, row
             self._live[row] = record

@@ -291,6 +291,27 @@ def test_a_key_file_keys_the_digests_and_describe_says_so(server, raw, space, tm
         assert client.match(Prefix(space, branch(BASE, 777))).matched_tokens == 768
 
 
+def test_what_was_written_under_another_key_is_found_again_once_a_prompt_offers_it(
+    server, space, tmp_path
+):
+    """Else it counted as stored and was never found, for as long as its manifest lived."""
+    key_file = tmp_path / "digests.key"
+    key_file.write_bytes(b"sixteen bytes are the least")
+    prefix = Prefix(space, BASE[:1000])
+    settings = {"redis_url": server.url, "pool_bytes": 4 * MIB}
+    with (
+        serve_in_thread(**settings, digest_key_file=key_file) as keyed,
+        closing(Client(keyed.address)) as client,
+    ):
+        put(client, prefix, *Kind)
+    with serve_in_thread(**settings) as unkeyed, closing(Client(unkeyed.address)) as client:
+        found = client.match(prefix)
+        assert (found.matched_tokens, len(found.checkpoints)) == (768, 0)
+        assert client.put(prefix).duplicates == len(prefix.spans())
+        found = client.match(Prefix(space, [*prefix.ids, 5]))
+        assert (found.matched_tokens, [c.token for c in found.checkpoints]) == (1000, [1000])
+
+
 def test_a_key_file_that_is_short_or_absent_is_refused(tmp_path):
     (tmp_path / "short").write_bytes(b"fifteen bytes !")
     for name, reason in (("short", "at least 16 bytes"), ("absent", "can not be read")):
