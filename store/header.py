@@ -32,6 +32,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from tailreplay.store.checksum import crc32c, page_checksums
@@ -180,13 +181,17 @@ def header_of(data: memoryview) -> bytes:
     return bytes(data[: int.from_bytes(data[8:12], "little")][:MAX_HEADER_BYTES])
 
 
+known_header = lru_cache(maxsize=1024)(parse_header)
+"""As `parse_header`, by the header's bytes: one that is damaged is parsed, and refused."""
+
+
 def verify_object(data: memoryview, name: ObjectName) -> Header:
     """Checks a whole stored object: header, identity, size and every page.
 
     Raises:
         IntegrityError: anything about it is not as it should be for `name`.
     """
-    header = parse_header(data)
+    header = known_header(header_of(data))
     if header.name != name:
         raise IntegrityError(f"object is of {header.name.kind.name} of another prefix, wanted ours")
     payload = data[header.header_bytes :]

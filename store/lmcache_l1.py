@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
@@ -64,12 +65,18 @@ def touch(l1: L1Manager) -> None:
     ctypes.memset(memory.ptr, 0, memory.size)
 
 
+@lru_cache(maxsize=1024)
+def _model_name(namespace: bytes, kind: Kind) -> str:
+    """Return the model's name in keys: one string, which is then hashed and compared once."""
+    # The kind is part of it because LMCache takes objects of one model to have one size.
+    return f"{namespace.hex()}|{kind.name.lower()}"
+
+
 def object_key(name: ObjectName) -> ObjectKey:
     """Return LMCache's key for an object."""
     return ObjectKey(
         chunk_hash=name.prefix_hash,
-        # The kind is part of it because LMCache takes objects of one model to have one size.
-        model_name=f"{name.namespace.hex()}|{name.kind.name.lower()}",
+        model_name=_model_name(name.namespace, name.kind),
         kv_rank=0,
         object_group_id=int(name.kind),
     )

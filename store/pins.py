@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -50,22 +51,26 @@ class PinBooks:
         with self._lock:
             return self._bytes
 
-    def add(self, pinned: Pinned) -> None:
-        """Take a pin on the books."""
+    def add(self, pins: Iterable[Pinned]) -> None:
+        """Take pins on the books."""
         with self._lock:
-            self._held.add(pinned)
-            count = self._pins.get(pinned.key, 0)
-            self._bytes += 0 if count else pinned.pool_bytes
-            self._pins[pinned.key] = count + 1
+            for pinned in pins:
+                self._held.add(pinned)
+                count = self._pins.get(pinned.key, 0)
+                self._bytes += 0 if count else pinned.pool_bytes
+                self._pins[pinned.key] = count + 1
 
-    def remove(self, pinned: Pinned) -> bool:
-        """Take a pin off the books; False when that was done before."""
+    def remove(self, pins: Iterable[Pinned]) -> list[ObjectKey]:
+        """Take pins off the books; returns the keys of those that were not taken off before."""
+        removed: list[ObjectKey] = []
         with self._lock:
-            if pinned not in self._held:
-                return False
-            self._held.remove(pinned)
-            self._pins[pinned.key] -= 1
-            if not self._pins[pinned.key]:
-                del self._pins[pinned.key]
-                self._bytes -= pinned.pool_bytes
-            return True
+            for pinned in pins:
+                if pinned not in self._held:
+                    continue
+                self._held.remove(pinned)
+                self._pins[pinned.key] -= 1
+                if not self._pins[pinned.key]:
+                    del self._pins[pinned.key]
+                    self._bytes -= pinned.pool_bytes
+                removed.append(pinned.key)
+        return removed

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.catalog import records_on
 from tailreplay.store.checksum import crc32c_of
 from tailreplay.store.errors import IntegrityError, InvalidRequest
-from tailreplay.store.header import Header, header_of, parse_header
+from tailreplay.store.header import Header, header_of, known_header
 from tailreplay.store.lane_wire import LaneRecord, RecordKind
 from tailreplay.store.misses import Miss
 from tailreplay.store.objects import Kind, ObjectName
@@ -89,11 +88,13 @@ class _Answer:
         frame_bytes: most payload in a frame.
         is_gone: whether its reader has left.
         dead: ranges of which no more follows.
+        served_bytes: payload offered since that was last counted.
     """
 
     frame_bytes: int
     is_gone: Callable[[], bool]
     dead: set[int] = field(default_factory=set)
+    served_bytes: int = 0
 
 
 class Reader:
@@ -247,6 +248,8 @@ class Reader:
             yield Frame(LaneRecord(RecordKind.BARRIER))
         finally:
             self._tiers.unpin(pinned.values())
+            self._catalog.count("served_bytes", answer.served_bytes)
+            answer.served_bytes = 0
 
     def _pin(
         self, records: Sequence[Record], urgent: bool, is_gone: Callable[[], bool]
@@ -309,7 +312,7 @@ class Reader:
         for frame in _rows(piece, held, header, answer.frame_bytes):
             if piece.wanted.kind == pb.KIND_KV:
                 self._tiers.gate.wait()
-            self._catalog.count("served_bytes", frame.payload_bytes)
+            answer.served_bytes += frame.payload_bytes
             yield frame
         return pb.MISS_REASON_UNSPECIFIED
 
@@ -341,12 +344,8 @@ def _used(path: Path, ranges: Sequence[pb.Range], asked: dict[ObjectName, Record
     return list(used.values())
 
 
-_parsed = lru_cache(maxsize=1024)(parse_header)
-"""By the header's bytes, so that one that is damaged is parsed, and refused."""
-
-
 def _header_of(data: memoryview, record: Record) -> Header:
-    header = _parsed(header_of(data))
+    header = known_header(header_of(data))
     found = (header.name, header.first_token, header.rows)
     if found != (record.name, record.first_token, record.rows):
         raise IntegrityError(

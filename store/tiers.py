@@ -222,19 +222,20 @@ class Tiers:
             came = self._l1.reserve_read([key for key in keys if key in loaded.came])
             found.update((key, memory) for key, (_, memory) in came.items())
             self._l1.finish_read(list(loaded.came))
-        return [
+        held = [
             self._hold(name, size, key, loaded.came.get(key, "cpu"), found[key])
             or loaded.missed.get(key, Miss.ABSENT)
             for (name, size), key in zip(names_and_sizes, keys, strict=True)
         ]
+        self._pins.add(one for one in held if isinstance(one, Pinned))
+        return held
 
     def unpin(self, pinned: Pinned | Iterable[Pinned | Miss]) -> None:
         """Let go of one or many objects; their `data` is gone. Doing it again changes nothing."""
         batch = (
             [pinned] if isinstance(pinned, Pinned) else [p for p in pinned if isinstance(p, Pinned)]
         )
-        released = [p.key for p in batch if self._pins.remove(p)]
-        if released:
+        if released := self._pins.remove(batch):
             self._l1.finish_read(released)
             self._purge()
 
@@ -409,9 +410,7 @@ class Tiers:
             return None
         data = bytes_of(memory).toreadonly()
         pool_bytes: int = memory.get_physical_size()
-        pinned = Pinned(name, data, source, memory.shm_offset, key, pool_bytes)
-        self._pins.add(pinned)
-        return pinned
+        return Pinned(name, data, source, memory.shm_offset, key, pool_bytes)
 
 
 class _Listener(WriteBackListener):
