@@ -85,7 +85,7 @@ def serve(
     redis_url: Annotated[
         str | None,
         typer.Option(
-            help="redis[s]://[user:password@]host:port[/database] or unix:///path; several with "
+            help="redis://host:port, rediss://host:port (TLS) or unix:///path; several with "
             "blanks between",
             show_default=False,
         ),

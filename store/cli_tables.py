@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rich.measure import Measurement
 from rich.table import Table
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 _SIZES = ("_bytes", "_bytes_per_token", "_bytes_per_s")
-_NAMES = ("tenant", "pin_id")
-_NAME_WIDTH = 32
+_WIDEST = 1000
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -51,7 +51,7 @@ def stats(console: Console, answer: dict[str, Any]) -> None:
         for row in answer["tiers"]:
             tier, kind = word(row["tier"]), word(row["kind"])
             table.add_row(tier, kind, str(row["objects"]), human_bytes(row["bytes"]))
-        console.print(table)
+        _print(console, table)
 
 
 def explain(console: Console, answer: dict[str, Any]) -> None:
@@ -65,13 +65,13 @@ def explain(console: Console, answer: dict[str, Any]) -> None:
         table.add_row(
             "checkpoint", f"at {point['token']}", word(point["tier"]), word(point["provenance"])
         )
-    console.print(table)
+    _print(console, table)
 
 
 def objects(console: Console, answer: dict[str, Any]) -> None:
     """Every object of a prefix."""
     facts(console, {name: answer[name] for name in ("matched_tokens", "tenant")})
-    table = _table("kind", "tokens", "bytes", "tiers", "provenance", "idle s", "pinned", "name")
+    table = _table("kind", "tokens", "bytes", "tiers", "provenance", "idle s", "pin", "name")
     for row in answer["objects"]:
         table.add_row(
             word(row["kind"]),
@@ -81,9 +81,9 @@ def objects(console: Console, answer: dict[str, Any]) -> None:
             word(row["provenance"]),
             f"{row['idle_s']:.0f}",
             "yes" if row["pinned"] else "",
-            row["prefix_hash"][:16],
+            row["prefix_hash"][:8],
         )
-    console.print(table)
+    _print(console, table)
 
 
 def pins(console: Console, answer: dict[str, Any]) -> None:
@@ -92,30 +92,31 @@ def pins(console: Console, answer: dict[str, Any]) -> None:
     for row in answer["pins"]:
         table.add_row(
             row["pin_id"],
-            row["namespace"][:16],
+            row["namespace"][:8],
             str(row["tokens"]),
             str(row["objects"]),
             human_bytes(row["bytes"]),
             f"{row['expires_in_s']:.0f}",
         )
-    console.print(table)
+    _print(console, table)
 
 
 def tenants(console: Console, answer: dict[str, Any]) -> None:
-    """Use and limits of every tenant."""
-    table = _table("tenant", "namespaces", "cpu", "limit", "redis", "limit", "evicted", "refused")
+    """Use of every tenant, and below it the limits that it has."""
+    table = _table("tenant", "spaces", "cpu", "redis", "evicted", "refused")
     for row in answer["tenants"]:
         table.add_row(
             row["tenant"] or "(none)",
             str(row["namespaces"]),
             human_bytes(row["cpu_bytes"]),
-            _limit(row["cpu_limit_bytes"]),
             human_bytes(row["redis_bytes"]),
-            _limit(row["redis_limit_bytes"]),
             human_bytes(row["evicted_bytes"]),
             str(row["refused_objects"]),
         )
-    console.print(table)
+        limits = row["cpu_limit_bytes"], row["redis_limit_bytes"]
+        if limits != (None, None):
+            table.add_row("  limit", "", *map(_limit, limits))
+    _print(console, table)
 
 
 def removed(console: Console, answer: dict[str, Any]) -> None:
@@ -127,7 +128,7 @@ def removed(console: Console, answer: dict[str, Any]) -> None:
             word(row["tier"]), word(row["kind"]), str(row["objects"]), human_bytes(row["bytes"])
         )
     if rows:
-        console.print(table)
+        _print(console, table)
     else:
         console.print("nothing was there")
     facts(console, {name: value for name, value in answer.items() if name != "removed"})
@@ -158,12 +159,17 @@ def _limit(size: int | None) -> str:
 
 
 def _table(*columns: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for column in columns:
-        # What one copies from the screen is never cut.
-        least = _NAME_WIDTH if column in _NAMES else None
-        table.add_column(column, justify="left", no_wrap=True, min_width=least)
+        table.add_column(column, justify="left", no_wrap=True)
     return table
+
+
+def _print(console: Console, table: Table) -> None:
+    """A table as wide as it is: a terminal wraps what one may want to copy, and cuts nothing."""
+    width = Measurement.get(console, console.options.update(width=_WIDEST), table).maximum
+    console.width = max(console.width, width)
+    console.print(table)
 
 
 def word(enum_name: str) -> str:

@@ -281,7 +281,7 @@ class Manifests:
             answer = call()
         except redis.RedisError as error:
             if self._changes(server, failing=True):
-                logger.warning("Redis did not take or give manifests: %s", error)
+                logger.warning("Redis did not take or give manifests: %s", _reason(error))
             return None
         if self._changes(server, failing=False):
             logger.info("Redis takes and gives manifests again")
@@ -292,3 +292,8 @@ class Manifests:
             changed = (server in self._failing) != failing
             (self._failing.add if failing else self._failing.discard)(server)
         return changed
+
+
+def _reason(error: redis.RedisError) -> str:
+    """What Redis said, without the command that a pipeline repeats: it holds hashes."""
+    return str(error).rpartition(" caused error: ")[2]

@@ -38,7 +38,7 @@ class Pool:
 
     Raises:
         StoreUnavailable: a store with this identity is running.
-        LimitExceeded: shared memory is required, and there is none.
+        LimitExceeded: shared memory is required, and there is none; or there is no memory at all.
     """
 
     def __init__(
@@ -73,4 +73,9 @@ class Pool:
                     raise
                 logger.warning("%s: private memory instead, engines get copies", error)
         size = wanted_bytes // ALIGN_BYTES * ALIGN_BYTES
-        return construct_l1(size, ""), size, ""
+        try:
+            return construct_l1(size, ""), size, ""
+        except RuntimeError as error:
+            raise LimitExceeded(
+                f"pool_bytes is {wanted_bytes}, wanted at most what this machine has: {error}"
+            ) from error

@@ -10,6 +10,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
+from pydantic_settings import SettingsError
 
 from tailreplay.store.config import ENV_PREFIX, StoreConfig, explained
 from tailreplay.store.errors import InvalidRequest
@@ -91,3 +92,13 @@ def _config(flags: dict[str, Any], file: Path | None) -> StoreConfig:
         return StoreConfig(**{**kept, **flags})
     except ValidationError as error:
         raise ValueError(explained(error)) from None
+    except SettingsError as error:
+        raise ValueError(_no_json(error, in_environment)) from None
+
+
+def _no_json(error: SettingsError, names: set[str]) -> str:
+    """Which variable holds no JSON, and where; its value may be a secret."""
+    cause = error.__cause__
+    variables = (f"{ENV_PREFIX}{name.upper()}" for name in sorted(names))
+    wrong = [v for v in variables if os.environ[v] == getattr(cause, "doc", None)]
+    return f'{", ".join(wrong) or error} is no JSON: {cause}, wanted such as [1, 2] or ["a"]'

@@ -8,10 +8,14 @@ import sys
 from importlib.metadata import version
 
 import pytest
+import typer
+from rich.console import Console
 from store_objects import Client, Prefix
+from typer.testing import CliRunner
 
 from tailreplay.proto import store_pb2 as pb
-from tailreplay.store import serve_in_thread
+from tailreplay.store import cli_tables, serve_in_thread
+from tailreplay.store.cli import app
 from tailreplay.store.config import StoreConfig
 
 
@@ -129,6 +133,7 @@ def test_serve_refuses_a_file_that_holds_no_settings(tmp_path, text, said):
         (["--listen", "http://x"], "wanted unix:///path/to.sock or host:port"),
         (["--listen", "unix:///" + "x" * 107], "wanted at most 107"),
         (["--listen", "unix:///proc/none/store.sock"], "can not listen at /proc/none/store.sock"),
+        (["--pool-bytes", str(1 << 50)], f"pool_bytes is {1 << 50}, wanted at most"),
         (["--config", "/"], "/ can not be read"),
         (["--config", "nowhere.json"], "nowhere.json can not be read"),
     ],
@@ -138,6 +143,32 @@ def test_serve_refuses_a_wrong_setting_by_name(args, said):
     assert done.returncode == 1
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_serve_names_a_variable_that_holds_no_json(monkeypatch):
+    monkeypatch.setenv("TAILREPLAY_REDIS_SEAL_KEY_FILES", "/some/key")
+    done = run("serve")
+    assert done.returncode == 1
+    assert "TAILREPLAY_REDIS_SEAL_KEY_FILES is no JSON" in done.stderr
+    assert "/some/key" not in done.stderr
+
+
+def _commands(group, *above):
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _commands(command, *above, name)
+        else:
+            yield (*above, name)
+
+
+@pytest.mark.parametrize(
+    "command", [*_commands(typer.main.get_command(app))], ids=lambda words: " ".join(words)
+)
+def test_every_command_says_what_it_takes(command):
+    said = CliRunner().invoke(app, [*command, "--help"])
+    assert said.exit_code == 0, said.exception
+    if command != ("demo",):
+        assert "Usage:" in said.stdout
 
 
 def test_serve_lists_every_setting_with_its_variable_and_default():
@@ -192,3 +223,57 @@ def test_the_whole_namespace_is_shown_however_narrow_the_terminal(server):
 
 def test_version_is_printed():
     assert run("--version").stdout == version("tailreplay") + "\n"
+
+
+OBJECT = {
+    "kind": "KIND_CHECKPOINT",
+    "first_token": 131072,
+    "end_token": 131328,
+    "size_bytes": 1023 << 20,
+    "tiers": ["TIER_CPU", "TIER_REDIS"],
+    "provenance": "PROVENANCE_APPROXIMATE",
+    "idle_s": 86399,
+    "pinned": True,
+    "prefix_hash": "ab" * 32,
+}
+TENANT = {
+    "tenant": "cd" * 16,
+    "namespaces": 12,
+    "cpu_bytes": 999 << 20,
+    "cpu_limit_bytes": 999 << 20,
+    "redis_bytes": 999 << 30,
+    "redis_limit_bytes": 998 << 30,
+    "evicted_bytes": 999 << 30,
+    "refused_objects": 1234567,
+}
+PIN = {
+    "pin_id": "ef" * 16,
+    "namespace": "ab" * 32,
+    "tokens": 131072,
+    "objects": 1234567,
+    "bytes": 999 << 20,
+    "expires_in_s": 86399,
+}
+
+
+@pytest.mark.parametrize(
+    ("table", "answer", "shown"),
+    [
+        (
+            cli_tables.objects,
+            {"matched_tokens": 1, "tenant": "", "objects": [OBJECT]},
+            ["131072 to 131328", "cpu+redis", "approximate", "86399", "idle s"],
+        ),
+        (cli_tables.tenants, {"tenants": [TENANT]}, ["cd" * 16, "998.0 GiB", "1234567", "refused"]),
+        (cli_tables.pins, {"pins": [PIN]}, ["ef" * 16, "ends in s", "86399"]),
+    ],
+)
+def test_a_table_fits_80_columns_and_nothing_of_it_is_cut_in_fewer(table, answer, shown):
+    for width in (80, 40):
+        console = Console(width=width, highlight=False)
+        with console.capture() as capture:
+            table(console, answer)
+        said = capture.get()
+        assert all(text in said for text in shown)
+        assert "\N{HORIZONTAL ELLIPSIS}" not in said
+        assert max(len(line) for line in said.splitlines()) <= 80

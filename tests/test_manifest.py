@@ -251,6 +251,16 @@ def test_a_redis_that_comes_back_is_told_of_once(start_redis, caplog):
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
 
+def test_a_warning_of_what_redis_refused_repeats_no_hash(start_redis, caplog):
+    server = start_redis(maxmemory="1")
+    with closing(Manifests(servers_at(server.url), "t:", 60.0)) as manifests:
+        manifests.commit(ENTRIES)
+    (warning,) = caplog.messages
+    assert "maxmemory" in warning
+    assert "t:m:" not in warning
+    assert repr(FIRST.prefix_hash)[2:-1] not in repr(warning)
+
+
 def test_of_several_servers_one_that_is_away_takes_only_its_share(start_redis):
     first, second = start_redis(), start_redis()
     blocks = [Block(SPACE, bytes([i]) * 32, ROOT.prefix_hash, 0, b"", ()) for i in range(64)]
