@@ -181,6 +181,11 @@ def namespace_of(given: str, url: str) -> bytes:
             )
         return namespace
     answer = ask(url, lambda stub: stub.Describe(pb.DescribeRequest(), timeout=TIMEOUT_S))
+    if not answer.namespaces:
+        raise InvalidRequest(
+            "the store names no namespace: nothing is stored yet, or your token is no "
+            "administrator's; wanted --namespace"
+        )
     if len(answer.namespaces) != 1:
         raise InvalidRequest(
             f"the store has {len(answer.namespaces)} namespaces, wanted --namespace to name one "

@@ -58,7 +58,8 @@ class ShmPool:
         path: the segment's file.
 
     Raises:
-        StoreUnavailable: another process, or another object in this one, owns the name.
+        StoreUnavailable: another process, or another object in this one, owns the name; or another
+            user does.
     """
 
     def __init__(self, identity: str) -> None:
@@ -148,7 +149,10 @@ def _reserve(path: Path, size_bytes: int) -> bool:
 def _lock(path: Path, identity: str) -> int:
     """Return a descriptor that holds the exclusive lock of `path`."""
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:  # another user's, for one
+            raise StoreUnavailable(f"{path} can not be locked: {error.strerror}") from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -107,6 +107,13 @@ def test_explain_refuses_what_is_no_prompt(server, text, said):
     assert said in done.stderr
 
 
+def test_a_store_with_nothing_stored_says_so():
+    with serve_in_thread() as empty:
+        done = run("query", "-", "--url", empty.address, stdin="[1, 2]")
+    assert done.returncode == 1
+    assert "nothing is stored yet" in done.stderr
+
+
 def test_explain_says_that_there_is_no_such_prompt(tmp_path):
     done = run("explain", str(tmp_path / "none.json"), str(tmp_path / "none.json"))
     assert done.returncode == 1

@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 
+from tailreplay.store.errors import StoreUnavailable
 from tailreplay.store.shm_pool import SHM_DIR, ShmPool, affordable_bytes, pool_name
 
 MIB = 1 << 20
@@ -123,3 +124,13 @@ def test_what_a_killed_store_left_goes_when_another_starts_and_what_lives_stays(
     finally:
         alive.path.unlink()
         alive.close()
+
+
+def test_a_lock_that_can_not_be_opened_is_named():
+    lock_path = (SHM_DIR / pool_name("a folder")).with_suffix(".lock")
+    lock_path.mkdir()  # stands for another user's file, which root could open
+    try:
+        with pytest.raises(StoreUnavailable, match=f"{lock_path} can not be locked: Is a dir"):
+            ShmPool("a folder")
+    finally:
+        lock_path.rmdir()
