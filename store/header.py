@@ -191,7 +191,7 @@ def verify_object(data: memoryview, name: ObjectName) -> Header:
     Raises:
         IntegrityError: anything about it is not as it should be for `name`.
     """
-    header = known_header(header_of(data))
+    header = parse_header(data)
     if header.name != name:
         raise IntegrityError(f"object is of {header.name.kind.name} of another prefix, wanted ours")
     payload = data[header.header_bytes :]
