@@ -143,6 +143,7 @@ def write(
             if output_format is Format.JSON:
                 json.dump(facts, file, indent=2)
                 file.write("\n")
+                file.flush()  # a pipe has each look when it is there
             else:
                 table(Console(file=file, highlight=False), facts)
     except OSError as error:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import threading
 from importlib.metadata import version
 
 import pytest
@@ -222,6 +224,24 @@ def test_watching_writes_again_and_again(server):
             assert line
             starts += line == "{\n"
         watching.terminate()
+
+
+def test_what_is_watched_comes_through_a_pipe_at_once(server):
+    command = [sys.executable, "-P", "-m", "tailreplay.store.cli", "stats", "--watch", "600"]
+    command += ["--url", server.address, "--format", "json"]
+    buffered = {name: v for name, v in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, text=True, env=buffered) as watching:
+        late = threading.Timer(50, watching.kill)
+        late.start()
+        said = ""
+        while line := watching.stdout.readline():
+            said += line
+            if line == "}\n":
+                break
+        late.cancel()
+        watching.terminate()
+    assert "lookups" in json.loads(said)
 
 
 def test_the_whole_namespace_is_shown_however_narrow_the_terminal(server):
