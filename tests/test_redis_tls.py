@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import redis
 from certificates import Authority
+from redis_server import speaks_tls
 from store_objects import Client, Prefix, span_range
 from waiting import until
 
@@ -18,7 +19,10 @@ from tailreplay.store.objects import Kind
 from tailreplay.store.redis_l2 import TailReplayRedisL2
 from tailreplay.store.redis_settings import redis_tier
 
-pytestmark = pytest.mark.redis
+pytestmark = [
+    pytest.mark.redis,
+    pytest.mark.skipif(not speaks_tls(), reason="this redis-server was built without TLS"),
+]
 
 PREFIX = Prefix(bytes(32), list(range(600)))
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "redis.md"
