@@ -28,6 +28,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from mutations import mutated_bytes, mutated_message
 from store_objects import Prefix, put_frames, span_range
+from waiting import until
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.checksum import crc32c
@@ -316,11 +317,11 @@ class Fuzz:
         )
         request = pb.MatchRequest(namespace=GOLDEN.namespace, tokens=to_wire(GOLDEN.tokens))
         assert call(request, timeout=WAIT_S).matched_tokens == 700
-        deadline_s = time.monotonic() + WAIT_S
         store = self.server.store
-        while len(store.leases) or store.tiers.pinned_bytes or store.catalog._claims:
-            assert time.monotonic() < deadline_s, "something is still held"
-            time.sleep(0.01)
+        until(
+            lambda: not (len(store.leases) or store.tiers.pinned_bytes or store.catalog._claims),
+            WAIT_S,
+        )
 
     def _changed(self, message: object) -> bytes:
         if self.rng.random() < 0.5:
