@@ -58,6 +58,13 @@ _ASK_AGAIN = json.dumps(
     }
 )
 
+_HEALTH = "/grpc.health.v1.Health/Check"
+_NOT_REACHED = (
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.UNAVAILABLE,
+)
+
 T = TypeVar("T")
 
 
@@ -134,6 +141,9 @@ class StoreClient:
             ],
         )
         self._stub = rpc.StoreStub(self._channel)
+        self._health: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(
+            _HEALTH
+        )
         self._lanes = Lanes(address, self._open_lane if lanes else None, credentials.context())
 
     def __enter__(self) -> StoreClient:
@@ -148,13 +158,14 @@ class StoreClient:
         self.close()
 
     def connect(self, timeout_s: float) -> bool:
-        """Waits until the store can be reached; False when it can not in time."""
-        ready = grpc.channel_ready_future(self._channel)
+        """Waits until the store answers; False when it does not in time."""
+        # Asked for its health, not watched for readiness: the watch is a thread of grpcio's that
+        # dies of an exception when the channel is closed under it, or else holds the closing up.
         try:
-            ready.result(timeout=timeout_s)
-        except grpc.FutureTimeoutError:
-            ready.cancel()
-            return False
+            self._ping(b"", timeout=timeout_s, wait_for_ready=True)
+        except grpc.RpcError as error:
+            if error.code() in _NOT_REACHED:
+                return False
         # Opened now, so that no fetch waits for it.
         lane = self._lanes.take()
         if lane is not None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tailreplay.connector.client import StoreClient
-from tailreplay.store.errors import StoreUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -134,16 +133,8 @@ def start_store(address: str, redis_url: str | None, pool_bytes: int, folder: Pa
         command += ["--redis-url", redis_url]
     process = Process("store", command, folder)
     with StoreClient(address) as client:
-        _wait_for(lambda: _answers(client), process)
+        _wait_for(lambda: client.connect(0.2), process)
     return process
-
-
-def _answers(client: StoreClient) -> bool:
-    """Whether the store does more than take connections."""
-    try:
-        return client.connect(0.2) and client.describe().boot_id > 0
-    except StoreUnavailable:
-        return False
 
 
 def wait_written(client: StoreClient) -> None:

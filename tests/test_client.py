@@ -126,6 +126,20 @@ def test_a_store_that_takes_calls_and_never_answers_costs_the_deadline():
         assert time.perf_counter() - started_s < 0.25 + SLACK_S
 
 
+def test_a_store_that_takes_calls_and_never_answers_is_not_reached():
+    with mute_server() as mute, StoreClient(mute) as client:
+        assert not client.connect(0.05)
+
+
+def test_connecting_leaves_nothing_that_closing_has_to_wait_for():
+    with serve_in_thread() as server:
+        before = threading.active_count()
+        for _ in range(5):
+            with StoreClient(server.address, lanes=False) as client:
+                assert client.connect(20)
+                assert threading.active_count() == before
+
+
 def test_a_lookup_can_have_a_deadline_of_its_own():
     with mute_server() as mute, StoreClient(mute, match_timeout_s=60) as client:
         started_s = time.perf_counter()

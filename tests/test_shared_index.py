@@ -6,7 +6,6 @@ import sys
 import time
 from contextlib import closing
 
-import grpc
 import pytest
 import redis
 from pydantic import ValidationError
@@ -14,6 +13,7 @@ from redis_server import RedisServer, servers_at
 from store_objects import Client, Prefix, runs_of, span_range
 from waiting import Clock, until
 
+from tailreplay.connector.client import StoreClient
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
 from tailreplay.store.chain import common_tokens, digest_key, running_digests
@@ -156,8 +156,9 @@ def test_what_a_killed_store_left_is_found(server, b, space, tmp_path):
     command += ["--redis-url", server.url, "--pool-bytes", str(4 * MIB)]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as killed:
         try:
+            with StoreClient(address) as reached:
+                assert reached.connect(60)
             with closing(Client(address)) as writer:
-                grpc.channel_ready_future(writer.channel).result(60)
                 put(writer, prefix)
         finally:
             killed.kill()
