@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tailreplay.store.tokens import ExtendedTokens
 
     Parts: TypeAlias = Sequence[bytes | memoryview]
+    Ping: TypeAlias = grpc.UnaryUnaryMultiCallable[bytes, bytes]
 
 logger = logging.getLogger(__name__)
 
@@ -141,9 +142,7 @@ class StoreClient:
             ],
         )
         self._stub = rpc.StoreStub(self._channel)
-        self._health: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(
-            _HEALTH
-        )
+        self._ping: Ping = self._channel.unary_unary(_HEALTH)
         self._lanes = Lanes(address, self._open_lane if lanes else None, credentials.context())
 
     def __enter__(self) -> StoreClient:
