@@ -32,6 +32,9 @@ LENGTHS = {
 _SAMPLES, _QUICK_SAMPLES = 12, 1
 _QUICK_LONGEST = 1024
 _BOUNDARIES = 2
+_BOUNDARIES_COMMON = 12
+"""A list of words has one answer to a prompt, where others have up to sixteen."""
+
 _TASKS = ("needles", "track", "common", "text")
 _BF16 = ("full", "zero", "tail 10%", "exact")
 
@@ -65,12 +68,14 @@ def measure(
 ) -> Iterator[list[dict[str, Any]]]:
     """All rows of one miniature, again after each round of one more context a row."""
     import numpy as np
+    import torch
     from mini.tasks import Corpus
     from mini.tokenizer import Tokenizer
     from quality_parts.columns import AGAIN, COLUMNS, bench
     from quality_parts.questions import rows, sample
     from quality_parts.scores import Scores, report
 
+    torch.set_num_threads(1)  # of models this small a second one costs more than it gives
     tokenizer = Tokenizer.load()
     corpus = Corpus(tokenizer)
     scores = [Scores(row) for row in rows(lengths) if row.task in tasks]
@@ -79,7 +84,7 @@ def measure(
         for number in range(samples):
             for one in scores:
                 rng = np.random.default_rng([number, one.row.tokens])
-                boundaries = 2 * _BOUNDARIES if one.row.task == "common" else _BOUNDARIES
+                boundaries = _BOUNDARIES_COMMON if one.row.task == "common" else _BOUNDARIES
                 context, prompts = sample(corpus, one.row, rng, boundaries)
                 one.add(tokenizer, prompts, served.serve(context, prompts, columns))
             yield report(scores)

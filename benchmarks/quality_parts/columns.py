@@ -45,8 +45,8 @@ _SETTINGS = {
     "prefill_chunk_tokens": 256,  # checkpoints that near, for contexts of hundreds of tokens
     "min_tail_tokens": 4,  # so that r is what the column says
     "max_reprefill_tokens": 0,  # no gap is prefilled again, all are replayed
-    "match_timeout_s": 20.0,
-    "stall_timeout_s": 20.0,
+    "match_timeout_s": 600.0,  # a lookup that a busy machine delays is no miss
+    "stall_timeout_s": 600.0,
 }
 
 
