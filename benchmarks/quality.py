@@ -2,7 +2,8 @@
 
     python -P benchmarks/quality.py --json
     python -P benchmarks/quality.py --json --quick
-    python -P benchmarks/quality.py --model state --samples 50 --minutes 60 --out quality.json
+    python -P benchmarks/quality.py --model state --samples 50 --minutes 60 --out state.json
+    python -P benchmarks/quality.py --shown retrieval.json state.json --out quality.json
 
 Tables go to standard error, one JSON object to standard output or to --out, plots beside that file.
 benchmarks/README.md says what the columns and rows are.
@@ -10,6 +11,7 @@ benchmarks/README.md says what the columns and rows are.
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -42,10 +44,22 @@ _BF16 = ("full", "zero", "tail 10%", "exact")
 def main() -> None:
     """Measures and prints."""
     arguments = _arguments()
+    report: dict[str, Any] = {"boundaries": _BOUNDARIES, "models": {}}
+    if arguments.shown:
+        for file in arguments.shown:
+            report["models"] |= json.loads(file.read_text(encoding="utf-8"))["models"]
+    else:
+        _measure_all(arguments, report)
+    _write(report, arguments.out)
+    _show(report)
+    if arguments.out is None:
+        print(json.dumps(report))
+
+
+def _measure_all(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     names = [name for name in LENGTHS if arguments.model in ("all", name)]
     samples = arguments.samples or (_QUICK_SAMPLES if arguments.quick else _SAMPLES)
     limit_s = 60 * arguments.minutes / len(names)
-    report: dict[str, Any] = {"boundaries": _BOUNDARIES, "models": {}}
     for name in names:
         started_s = time.perf_counter()
         most = _QUICK_LONGEST if arguments.quick else max(LENGTHS[name])
@@ -58,15 +72,13 @@ def main() -> None:
             print(f"{name}: {rounds} contexts a row, {passed_s:.0f} s", file=sys.stderr)
             if passed_s > limit_s:
                 break
-    _show(report)
-    if arguments.out is None:
-        print(json.dumps(report))
 
 
 def measure(
     name: str, lengths: tuple[int, ...], samples: int, tasks: list[str]
 ) -> Iterator[list[dict[str, Any]]]:
     """All rows of one miniature, again after each round of one more context a row."""
+    os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
     import numpy as np
     import torch
     from mini.tasks import Corpus
@@ -116,6 +128,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="*", help="tokens, instead of all lengths")
     parser.add_argument("--tasks", nargs="*", choices=_TASKS, default=_TASKS)
     parser.add_argument("--minutes", type=float, default=120, help="no further round after these")
+    parser.add_argument("--shown", type=Path, nargs="*", help="files of --out, shown together")
     parser.add_argument("--out", type=Path, help="file for the JSON object; plots go beside it")
     return parser.parse_args()
 
