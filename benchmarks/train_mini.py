@@ -3,14 +3,15 @@
     python -P benchmarks/train_mini.py retrieval --tokens 30000000
 
 Snapshots and the log go to `~/.cache/tailreplay/mini/<name>` (`--home` moves them); `--export`
-writes bf16 weights to `benchmarks/mini`, `--score 2048` scores those. One line is printed at each
-evaluation.
+writes bf16 weights to `connector/data`, `--score 2048` scores those, `--paths 256` says whether
+their answers come through states or through KV. One line is printed at each evaluation.
 """
 
 import argparse
 import math
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from transformers import Qwen3_5ForCausalLM
 
 sys.path.append(str(Path(__file__).parent))
 
-from mini import forward, model, score
+from mini import forward, model, paths, score
 from mini.recipes import RECIPES, Level, Recipe
 from mini.tasks import TASKS, Corpus, Load, Sample
 from mini.tokenizer import Tokenizer
@@ -92,9 +93,10 @@ class Trainer:
         self.progress = state["progress"]
 
     def start_from(self, path: Path) -> None:
-        """Takes the weights of another run's snapshot, but for FA."""
+        """Takes the weights of another run's snapshot, but for FA where that is to start anew."""
         self.model.load_state_dict(torch.load(path, weights_only=True)["model"])
-        model.forget_attention(self.model)
+        if self.recipe.anew:
+            model.forget_attention(self.model)
 
     def report(self) -> str:
         """One line: where we are, the loss on held-back text, and full/zero/tail of each task."""
@@ -169,9 +171,8 @@ def main() -> None:
     tokenizer = Tokenizer.load()
     corpus = Corpus(tokenizer, tuple(args.text)) if args.text else Corpus(tokenizer)
     name = args.name or args.recipe
-    if args.score:
-        net = model.load(name)
-        for line in (*score.table(net, corpus, args.score), "", *score.lives(net)):
+    if args.score or args.paths:
+        for line in _figures(model.load(name), corpus, args):
             print(line, flush=True)
         return
     home = args.home / name
@@ -180,6 +181,13 @@ def main() -> None:
         trainer.export(model.HOME / f"{name}.safetensors")
         return
     _train(trainer, home)
+
+
+def _figures(net: Qwen3_5ForCausalLM, corpus: Corpus, args: argparse.Namespace) -> Iterator[str]:
+    if args.score:
+        yield from (*score.table(net, corpus, args.score), "", *score.lives(net))
+    if args.paths:
+        yield from paths.table(net, corpus, args.paths)
 
 
 def _trainer(args: argparse.Namespace, corpus: Corpus, vocab_size: int, home: Path) -> Trainer:
@@ -225,6 +233,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--export", action="store_true", help="write weights of the last snapshot")
     parser.add_argument("--score", type=int, metavar="TOKENS", help="score the committed weights")
+    parser.add_argument(
+        "--paths", type=int, nargs="+", metavar="TOKENS", help="cut states or KV at the boundary"
+    )
     return parser.parse_args()
 
 

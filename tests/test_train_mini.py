@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import train_mini
-from mini import forward, model, score, tasks
+from mini import forward, model, paths, score, tasks
 from mini.recipes import Level, Recipe
 from mini.tokenizer import Tokenizer, learn_words, tidy
 
@@ -110,6 +110,39 @@ def test_a_split_prefill_and_a_replay_of_everything_change_nothing(tiny):
         for kept in (stored.states, states):
             got, _ = forward.extend(tiny, ids[:, 83:], forward.Stored(stored.kv, {}, kept))
             torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.model
+def test_a_window_hides_from_attention_all_but_the_last_tokens(tiny):
+    ids = torch.randint(0, 512, (1, 60), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        out, stored = forward.extend(tiny, ids[:, :50], None)
+        wide, _ = forward.extend(tiny, ids[:, 50:], stored, window=60)
+        plain, _ = forward.extend(tiny, ids[:, 50:], stored)
+        torch.testing.assert_close(wide, plain)
+        hidden = {i: (k * 0 + 9, v * 0 + 9) for i, (k, v) in stored.kv.items()}
+        for i, (k, v) in hidden.items():
+            k[:, :, 47:], v[:, :, 47:] = (x[:, :, 47:] for x in stored.kv[i])
+        narrow, spoiled = (
+            forward.extend(tiny, ids[:, 50:], forward.Stored(kv, {}, stored.states), window=4)[0]
+            for kv in (stored.kv, hidden)
+        )
+        torch.testing.assert_close(spoiled, narrow)
+        assert not torch.allclose(narrow, plain, atol=1e-3)
+        torch.testing.assert_close(out, forward.hidden_states(tiny, ids[:, :50]))
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("name", "carries"), [("retrieval", "FA alone"), ("state", "states alone")]
+)
+def test_needles_come_through_one_path_alone_and_it_is_not_the_same_in_both(name, carries):
+    load = tasks.Load(128, 4, 4)
+    found = paths.carried(model.load(name), tasks.Corpus(TOKENIZER), "needles", load, 16)
+    share = {path: hits.float().mean().item() for path, hits in found.items()}
+    assert share.pop("both") > 0.9
+    assert share.pop(carries) > 0.9
+    assert max(share.values()) < 0.2
 
 
 @pytest.mark.model

@@ -66,11 +66,16 @@ def hidden_states(model: Qwen3_5ForCausalLM, ids: Tensor, memory: Memory = PLAIN
 
 
 def extend(
-    model: Qwen3_5ForCausalLM, ids: Tensor, past: Stored | None, speedup: float | None = 1.0
+    model: Qwen3_5ForCausalLM,
+    ids: Tensor,
+    past: Stored | None,
+    speedup: float | None = 1.0,
+    window: int | None = None,
 ) -> tuple[Tensor, Stored]:
     """Runs `ids` `[B, T]` after the stored prefix; returns final hidden states and what to keep.
 
-    A GDN layer missing in `past.states` starts empty.
+    A GDN layer missing in `past.states` starts empty. With a `window`, FA sees at each of `ids`
+    only the last so many tokens, that one included.
     """
     start = next(iter(past.kv.values()))[0].shape[2] if past else 0
     x = model.model.embed_tokens(ids)
@@ -79,7 +84,8 @@ def extend(
     for i, block in enumerate(model.model.layers):
         y = norm(block.input_layernorm, x)
         if block.block_type == "full_attention":
-            out, new.kv[i] = attention(block.self_attn, y, rope, past.kv[i] if past else None)
+            before = past.kv[i] if past else None
+            out, new.kv[i] = attention(block.self_attn, y, rope, before, window=window)
         else:
             state = past.states.get(i) if past else None
             out, new.states[i] = gdn(block.linear_attn, y, state, speedup)
@@ -144,10 +150,12 @@ def attention(
     rope: tuple[Tensor, Tensor],
     past: tuple[Tensor, Tensor] | None = None,
     stored: tuple[Tensor, Tensor] | None = None,
+    window: int | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """FA sublayer on `x` `[B, T, D]`, normed; returns its output and all keys and values.
 
-    `past` stands before x's own keys and values, `stored` instead of them too.
+    `past` stands before x's own keys and values, `stored` instead of them too; `window` is how
+    many tokens are seen from each, None = all.
     """
     dim = layer.head_dim
     q, gate = layer.q_proj(x).unflatten(-1, (-1, 2 * dim)).chunk(2, dim=-1)
@@ -160,8 +168,11 @@ def attention(
         k, v = stored
     elif past is not None:
         k, v = torch.cat((past[0], k), 2), torch.cat((past[1], v), 2)
-    if k.shape[2] > q.shape[2]:
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+    ahead = k.shape[2] - q.shape[2]
+    if ahead or window is not None:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(ahead)
+    if mask is not None and window is not None:
+        mask = mask.triu(ahead + 1 - window)
     groups = layer.num_key_value_groups
     out = F.scaled_dot_product_attention(
         q,

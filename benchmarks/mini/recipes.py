@@ -60,7 +60,9 @@ class Recipe:
     copier: bool = True
     """FA starts by attending to similar tokens and copying them."""
     base: str = ""
-    """Run whose weights are the start, but for FA, which starts anew and adds nothing at first."""
+    """Run whose weights are the start."""
+    anew: bool = True
+    """Of a base, whether FA starts anew all the same, adding nothing at first."""
     shape: dict[str, int] = field(default_factory=dict)
     """Changes to the shape of the model."""
 
@@ -103,5 +105,11 @@ RECIPES = {
         ),
         copier=False,
         base="retrieval",
+    ),
+    "s3": Recipe(
+        (Level(256, mix=BROAD, keys=12, packed=0.3, drill=0.8, ease=0.8, pass_at=2.0),),
+        copier=False,
+        base="state",
+        anew=False,
     ),
 }
