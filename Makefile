@@ -37,7 +37,7 @@ bench: $(VENV)/.base
 clean:
 	rm -rf $(VENV) build *.egg-info
 
-$(VENV)/.base: pyproject.toml constraints.txt store/_copy.c
+$(VENV)/.base: pyproject.toml constraints.txt store/_copy.c store/_crc32c.c
 	@echo "tailreplay: making $(VENV), about 2 GB on disk. Downloads about 260 MB beside torch"
 	@echo "tailreplay: (200 MB where pip finds the CPU build, else 3 GB). Takes 2 to 5 minutes."
 	@python=$$(for p in python3 python3.12 python3.11; do \

@@ -16,8 +16,8 @@ from tailreplay.store.lane_wire import (
     RecordKind,
     Request,
     hang_up,
-    receive_into,
 )
+from tailreplay.store.receiving import contiguous, receive_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -103,12 +103,13 @@ class LaneStream:
                 yield Step(record)
 
     def _receive(self, record: LaneRecord, rows: npt.NDArray[np.uint8]) -> None:
-        parts = _contiguous(rows)
         if self._lane.segment is None:
-            receive_into(self._lane.sock, parts)
+            crc = receive_rows(self._lane.sock, rows)
         else:
+            parts = contiguous(rows)
             self._lane.read_into(parts)
-        if crc32c_of(parts) != record.crc32c:
+            crc = crc32c_of(parts)
+        if crc != record.crc32c:
             raise IntegrityError(f"rows from {record.first_token} are damaged")
 
     def _copy(self, record: LaneRecord, rows: npt.NDArray[np.uint8]) -> None:
@@ -131,10 +132,3 @@ class LaneStream:
         """
         if self._lane.segment is not None and self._lane.is_closed():
             raise StoreUnavailable("the store took its memory back while it was read")
-
-
-def _contiguous(rows: npt.NDArray[np.uint8]) -> list[memoryview]:
-    """The memory of `[units, rows, row bytes]`, in pieces that are contiguous."""
-    if rows.flags.c_contiguous:
-        return [rows.reshape(-1).data]
-    return [unit.reshape(-1).data for unit in rows]

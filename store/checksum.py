@@ -8,33 +8,50 @@ import google_crc32c
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
+
+_compiled: Callable[..., int] | None
+_compiled_pages: Callable[..., tuple[int, ...]] | None
+try:  # four times as fast
+    from tailreplay.store._crc32c import crc32c as _compiled
+    from tailreplay.store._crc32c import page_checksums as _compiled_pages
+except ImportError:  # it is built where there is a C compiler, and runs where the processor can
+    _compiled = _compiled_pages = None
 
 
 def crc32c(data: bytes | bytearray | memoryview) -> int:
     """Checksum of `data`, 0 to 2**32 - 1, without copying it."""
-    if isinstance(data, bytes):
-        return int(google_crc32c.value(data))
-    # The C function refuses writable memoryviews but takes an array over the same memory.
-    return int(google_crc32c.value(np.frombuffer(data, np.uint8)))
+    return crc32c_of([data])
 
 
-def crc32c_of(parts: Iterable[memoryview], crc: int = 0) -> int:
+def crc32c_of(parts: Iterable[bytes | bytearray | memoryview], crc: int = 0) -> int:
     """Checksum of buffers as if they were joined, behind bytes whose checksum is `crc`."""
     for part in parts:
-        crc = int(google_crc32c.extend(crc, np.frombuffer(part, np.uint8)))
+        if _compiled is not None:
+            crc = _compiled(part, crc)
+        else:
+            # The C function refuses writable memoryviews but takes an array over the same memory.
+            crc = int(google_crc32c.extend(crc, np.frombuffer(part, np.uint8)))
     return crc
 
 
 def page_checksums(
     data: bytes | bytearray | memoryview, unit_bytes: int, page_bytes: int
 ) -> tuple[int, ...]:
-    """Checksum of each page of units that lie back to back; a unit's last page may be shorter."""
+    """Checksum of each page of units that lie back to back; a unit's last page may be shorter.
+
+    Raises:
+        ValueError: units or pages are empty.
+    """
+    if min(unit_bytes, page_bytes) < 1:
+        raise ValueError(f"units of {unit_bytes} bytes and pages of {page_bytes}, wanted 1 or more")
+    if _compiled_pages is not None:
+        return _compiled_pages(data, unit_bytes, page_bytes)
     array, checksum = np.frombuffer(data, np.uint8), google_crc32c.value
     if unit_bytes % page_bytes == 0:
-        unit_bytes = len(array)
+        unit_bytes = max(len(array), 1)
     return tuple(
         checksum(array[at : min(at + page_bytes, unit + unit_bytes)])
-        for unit in range(0, len(array), unit_bytes or 1)
-        for at in range(unit, unit + unit_bytes, page_bytes)
+        for unit in range(0, len(array), unit_bytes)
+        for at in range(unit, min(unit + unit_bytes, len(array)), page_bytes)
     )

@@ -56,8 +56,10 @@ def test_wheel_has_types_protocol_text_and_weights(installed):
     wanted = ("store/py.typed", "proto/store.proto", *(f"connector/data/{name}" for name in data))
     assert [name for name in wanted if not (package / name).is_file()] == []
     if shutil.which("gcc") and Path(sysconfig.get_path("include"), "Python.h").is_file():
-        code = "from tailreplay.store import _copy; print(_copy.__file__)"
-        assert str(installed) in run(installed, "-c", code, timeout=60).stdout
+        code = (
+            "from tailreplay.store import _copy as c, _crc32c as s; print(c.__file__, s.__file__)"
+        )
+        assert run(installed, "-c", code, timeout=60).stdout.count(str(installed)) == 2
 
 
 @pytest.mark.slow
