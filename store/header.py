@@ -33,7 +33,7 @@ import math
 import struct
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from tailreplay.store.checksum import crc32c, page_checksums
 from tailreplay.store.errors import IntegrityError, InvalidRequest
@@ -46,6 +46,9 @@ _FIXED = struct.Struct("<4sHBBIQ32s32sIIIfBBBB6III")
 _ALIGN = 64
 MAX_HEADER_BYTES = 1 << 20
 """Largest header a reader accepts, in bytes."""
+
+_KNOWN_SHAPES = 256
+"""Shapes that are kept, of headers good and bad; a store's namespaces have three each."""
 
 _SHAPE_FIELDS = {Kind.KV: 3, Kind.HIDDEN: 2, Kind.CHECKPOINT: 6}
 
@@ -164,14 +167,14 @@ def parse_header(data: bytes | memoryview) -> Header:
         raise IntegrityError(f"header field out of range: {error}") from None
     if fault := _fault(header):
         raise IntegrityError(f"header of a {header.name.kind.name} object: {fault}")
-    pages = page_count(header.geometry, header.rows)
-    if len(crcs) != pages:
-        raise IntegrityError(f"header lists {len(crcs)} pages, wanted {pages}")
+    wanted = _sizes(header.geometry, header.rows)
+    if len(crcs) != wanted.pages:
+        raise IntegrityError(f"header lists {len(crcs)} pages, wanted {wanted.pages}")
     end, payload = fields[9], fields[5]
-    if (end, payload) != (header.end_token, header.payload_bytes):
+    if (end, payload) != (header.end_token, wanted.payload_bytes):
         raise IntegrityError(
             f"header says rows end at {end} and {payload} payload bytes, its geometry "
-            f"gives {header.end_token} and {header.payload_bytes}"
+            f"gives {header.end_token} and {wanted.payload_bytes}"
         )
     return header
 
@@ -195,8 +198,9 @@ def verify_object(data: memoryview, name: ObjectName) -> Header:
     if header.name != name:
         raise IntegrityError(f"object is of {header.name.kind.name} of another prefix, wanted ours")
     payload = data[header.header_bytes :]
-    if len(payload) != header.payload_bytes:
-        raise IntegrityError(f"payload has {len(payload)} bytes, wanted {header.payload_bytes}")
+    wanted = _sizes(header.geometry, header.rows).payload_bytes
+    if len(payload) != wanted:
+        raise IntegrityError(f"payload has {len(payload)} bytes, wanted {wanted}")
     found = _page_checksums(payload, header.geometry, header.rows)
     if found != header.page_crcs:
         number = next(i for i, crc in enumerate(header.page_crcs) if found[i] != crc)
@@ -233,27 +237,54 @@ def _sealed_fields(view: memoryview) -> tuple[tuple[Any, ...], tuple[int, ...]]:
 
 def _header(fields: tuple[Any, ...], crcs: tuple[int, ...]) -> Header:
     _, _, kind, provenance, _, _, namespace, prefix_hash, first, _, depth, eps = fields[:12]
-    dtype, state_dtype, layout = fields[12:15]
-    geometry = Geometry(
-        Kind(kind), Dtype(dtype), fields[16:22], Dtype(state_dtype), StateLayout(layout)
-    )
+    geometry = _geometry(kind, *fields[12:15], fields[16:22])
     name = ObjectName(namespace, geometry.kind, prefix_hash)
     return Header(name, geometry, first, fields[22], crcs, Provenance(provenance), depth, eps)
 
 
+@lru_cache(maxsize=_KNOWN_SHAPES)
+def _geometry(
+    kind: int, dtype: int, state_dtype: int, layout: int, shape: tuple[int, int, int, int, int, int]
+) -> Geometry:
+    return Geometry(Kind(kind), Dtype(dtype), shape, Dtype(state_dtype), StateLayout(layout))
+
+
 def _fault(header: Header) -> str:
     """What is wrong with a header's numbers, taken by themselves; empty when nothing is."""
-    geometry, rows = header.geometry, header.rows
+    geometry = header.geometry
+    if geometry.kind is not header.name.kind:
+        return f"{geometry} is no shape of its kind"
+    if fault := _sizes(geometry, header.rows).fault:
+        return fault
+    if not _is_error_figure(header):
+        return f"eps {header.eps} at depth {header.depth} with {header.provenance.name} numbers"
+    return ""
+
+
+class _Sizes(NamedTuple):
+    """What follows from a geometry and a number of rows, and what is wrong with them."""
+
+    pages: int
+    payload_bytes: int
+    fault: str
+
+
+@lru_cache(maxsize=_KNOWN_SHAPES)
+def _sizes(geometry: Geometry, rows: int) -> _Sizes:
+    return _Sizes(
+        page_count(geometry, rows), geometry.payload_bytes(rows), _size_fault(geometry, rows)
+    )
+
+
+def _size_fault(geometry: Geometry, rows: int) -> str:
     most = BLOCK_TOKENS[geometry.kind]
     page_bytes = min(rows, PAGE_TOKENS) * geometry.row_bytes
-    if geometry.kind is not header.name.kind or not _is_shape(geometry):
+    if not _is_shape(geometry):
         return f"{geometry} is no shape of its kind"
     if not 1 <= rows <= most:
         return f"{rows} rows, wanted 1 to {most}"
     if page_bytes > MAX_PAGE_BYTES:
         return f"a page has {page_bytes} bytes, wanted at most {MAX_PAGE_BYTES}"
-    if not _is_error_figure(header):
-        return f"eps {header.eps} at depth {header.depth} with {header.provenance.name} numbers"
     return ""
 
 
