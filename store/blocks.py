@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 NONE = -1
 _MANY = -2
 PAGES = KV_BLOCK_TOKENS // PAGE_TOKENS
+_MORE_ROWS = 32
 _TIES = 8
 """Siblings on each side that are looked at for one that shares as many tokens and has KV."""
 
@@ -67,17 +68,9 @@ class Blocks:
         self, parent: int, space: int, first: int, length: int, key: bytes, foreign: int
     ) -> int:
         """A new block; listed below its parent if that is not NONE."""
-        if self._free:
-            row = self._free.pop()
-        else:
-            row = len(self.keys)
-            for column in (self.parents, self.spaces, self.firsts, self.kv, self._child):
-                column.append(NONE)
-            self.lengths.append(0)
-            self.foreign.append(0)
-            self.pages.extend([NONE] * PAGES)
-            self.keys.append(b"")
-            self._states += bytes(STATE_BYTES)
+        if not self._free:
+            self._grow()
+        row = self._free.pop()
         self.parents[row], self.spaces[row], self.firsts[row] = parent, space, first
         self.lengths[row], self.foreign[row], self.keys[row] = length, foreign, key
         if parent != NONE:
@@ -93,6 +86,18 @@ class Blocks:
         self.keys[row] = b""
         self.note_state(row, bytes(STATE_BYTES))
         self._free.append(row)
+
+    def _grow(self) -> None:
+        """Makes free rows, many at a time."""
+        rows, more = len(self.keys), range(_MORE_ROWS)
+        for column in (self.parents, self.spaces, self.firsts, self.kv, self._child):
+            column.extend(NONE for _ in more)
+        self.lengths.frombytes(bytes(self.lengths.itemsize * _MORE_ROWS))
+        self.foreign.frombytes(bytes(_MORE_ROWS))
+        self.pages.extend(NONE for _ in range(PAGES * _MORE_ROWS))
+        self.keys += [b""] * _MORE_ROWS
+        self._states += bytes(STATE_BYTES * _MORE_ROWS)
+        self._free += reversed(range(rows, rows + _MORE_ROWS))
 
     def adopt(self, row: int, codes: bytes) -> None:
         """Knows a foreign block by its tokens from here on."""
@@ -167,6 +172,8 @@ class Blocks:
 
         Those that share equally many lie side by side in each order; some of them are given.
         """
+        if self._child[parent] == NONE:
+            return [], 0
         best, found = 1, list[int]()
         for children in self._children(parent):
             shared, tied = self._nearest(children, prompt, first, end)
@@ -178,6 +185,8 @@ class Blocks:
 
     def beside(self, row: int) -> Iterator[int]:
         """Its neighbours among its siblings: those that share most with it, in its own order."""
+        if self._is_only(row):
+            return
         children = self._own(row)
         at = self._place(children, self.keys[row])
         if at:
@@ -200,6 +209,8 @@ class Blocks:
         Sorted order puts it anywhere before, with other extensions between, so its own extensions
         are skipped back over; at most one step per shorter length.
         """
+        if self._is_only(row):
+            return NONE
         key, children = self.keys[row], self._own(row)
         foreign = self.foreign[row]
         shared_of = common_tokens if foreign else common_codes
@@ -241,6 +252,10 @@ class Blocks:
 
     def _place(self, children: Sequence[int], key: bytes) -> int:
         return bisect_left(children, key, key=self.keys.__getitem__)
+
+    def _is_only(self, row: int) -> bool:
+        """Whether it is its parent's one child."""
+        return self._child[self.parents[row]] == row
 
     def _own(self, row: int) -> list[int]:
         return self._children(self.parents[row])[self.foreign[row]]

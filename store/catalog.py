@@ -9,9 +9,9 @@ import logging
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tailreplay.store.arrivals import Arrivals
 from tailreplay.store.claims import Claims
 from tailreplay.store.errors import GeometryMismatch, StoreUnavailable
 from tailreplay.store.eviction_order import EvictionOrder
@@ -20,25 +20,26 @@ from tailreplay.store.geometries import Geometries
 from tailreplay.store.index import TokenIndex
 from tailreplay.store.manifest import Manifests
 from tailreplay.store.manifest_form import entry_of
-from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind, ObjectName, Provenance
+from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind, Provenance
 from tailreplay.store.public_scope import merged_path, parts_of, with_public
 from tailreplay.store.quota import Quotas
 from tailreplay.store.record import Record
 from tailreplay.store.redis_listing import RedisListing
 from tailreplay.store.renewal import Renewal
 from tailreplay.store.sums import Sums
-from tailreplay.store.views import Path
 from tailreplay.store.worth import by_worth
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from tailreplay.store.arrivals import Arrived
     from tailreplay.store.geometry import Geometry
+    from tailreplay.store.objects import ObjectName
     from tailreplay.store.prompt import Prompt
     from tailreplay.store.quota import Limits
     from tailreplay.store.shared_index import SharedIndex
     from tailreplay.store.tiers import Tiers
-    from tailreplay.store.views import Match, Node
+    from tailreplay.store.views import Match, Path
 
 logger = logging.getLogger(__name__)
 
@@ -48,21 +49,7 @@ _LEARNT = 32
 _RESTORED = 64
 """Manifests listed under one hold of the lock."""
 
-_BARE_BLOCKS = 1 << 14
-"""Blocks without keys and values that the index takes, beside as many as it has with them."""
-
 _SELECT_ROWS = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """An object that a Put has brought to the CPU tier."""
-
-    name: ObjectName
-    end_token: int
-    size: int
-    provenance: Provenance
-    tail_figures: bytes = b""
 
 
 class Catalog:
@@ -99,6 +86,7 @@ class Catalog:
         self._listing = RedisListing(self._index, self._place, clock, max_blocks)
         self._order = EvictionOrder(self.quotas)
         self._claims = Claims(to_redis=manifests is not None)
+        self._arrivals = Arrivals(self._index, self._sums, self._order, self._claims)
         self._geometries = Geometries()
         self._counts: Counter[str] = Counter()
 
@@ -180,7 +168,7 @@ class Catalog:
         A claim ends with `admit` or `unclaim`.
         """
         with self._lock:
-            record = self._index.find(prompt, name.kind, end_token)
+            record = self._index.named(prompt, name, end_token)
             if record is not None and record.exists and record.provenance is Provenance.EXACT:
                 self._index.recognise(prompt, record)
                 return False
@@ -217,7 +205,9 @@ class Catalog:
             an object far into an unknown prompt would cost the index more than it is worth.
         """
         with self._lock:
-            listed = [self._admit(prompt, one) for one in arrived]
+            listed = self._arrivals.list(prompt, arrived)
+            stored = [one.size for one, is_listed in zip(arrived, listed, strict=True) if is_listed]
+            self._counts["stored_bytes"] += sum(stored)
             ready = [one.name for one in arrived if self._claims.is_written(one.name)]
         self._commit(ready)
         return listed
@@ -263,7 +253,9 @@ class Catalog:
 
     def used_prefix(self, prompt: Prompt) -> None:
         """Notes that something was stored of a prompt: what has little worth now goes first."""
-        found, path = self.peek(prompt)
+        with self._lock:
+            found = self._index.match(prompt)
+            path = self._index.stored_on(found.rows)
         worth, little = by_worth(found, path)
         with self._lock:
             self._order.use_together([r for r in worth if r.is_listed])
@@ -475,50 +467,6 @@ class Catalog:
     def _busy_spaces(self) -> set[bytes]:
         """Namespaces that have blocks, or get some now."""
         return {*self._index.sizes(), *self._claims.namespaces()}
-
-    def _admit(self, prompt: Prompt, arrived: Arrived) -> bool:
-        name, end_token = arrived.name, arrived.end_token
-        if self._is_too_far(prompt, end_token):
-            self._claims.release(name)
-            return False
-        self._claims.arrive(name)
-        record, home = self._locate(prompt, name.kind, end_token)
-        # What was there before was approximate, and its size may be another.
-        self._place(record, in_cpu=False, in_redis=False)
-        record.size, record.provenance = arrived.size, arrived.provenance
-        record.tail_figures = arrived.tail_figures
-        self._place(record, in_cpu=True)
-        self._order.use([record])  # until `used` has put the whole prefix in order
-        self._counts["stored_bytes"] += arrived.size
-        self._supersede(record)
-        if self._claims.is_pending(name):
-            self._claims.admit(record, self._index.block(prompt, home))
-        return True
-
-    def _locate(self, prompt: Prompt, kind: Kind, end_token: int) -> tuple[Record, Node]:
-        """An object's record, and the block whose manifest speaks of it."""
-        if kind is Kind.CHECKPOINT:
-            record = self._index.checkpoint_of(prompt, end_token)
-            return record, self._index.homes(record)[0]
-        first = (end_token - 1) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
-        node = self._index.insert(prompt, min(first + KV_BLOCK_TOKENS, len(prompt)))
-        records = [node.kv] if kind is Kind.KV else node.hidden
-        return next(r for r in records if r is not None and r.end_token == end_token), node
-
-    def _is_too_far(self, prompt: Prompt, end_token: int) -> bool:
-        """Whether an object needs more blocks without keys and values than the index takes."""
-        first = (end_token - 1) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
-        absent = self._index.absent_blocks(prompt, first)
-        bare = len(self._index) - self._sums.kv_blocks
-        return absent > 0 and bare + absent > _BARE_BLOCKS + self._sums.kv_blocks
-
-    def _supersede(self, record: Record) -> None:
-        """Makes the partial block that a longer sibling extends the next to be evicted."""
-        if record.name.kind is Kind.CHECKPOINT:
-            return
-        for old in records_on(self._index.extended_by(record), record.name.kind):
-            if old.first_token == record.first_token and old.rows < record.rows:
-                self._order.demote(old)
 
     def _note_evicted(self, victims: Sequence[Record], tiers: Tiers) -> list[Record]:
         """Notes which of the victims are gone, and returns the others; takes the lock itself."""

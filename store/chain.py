@@ -67,9 +67,12 @@ class PrefixChain:
         A prefix that ends inside a page hashes the part of the page that it has, so its name
         differs from that of every other prefix, longer ones included.
         """
+        whole, rest = divmod(end_token, PAGE_TOKENS)
+        known = self._pages.get(whole)
+        if known is not None and not rest:
+            return known
         if not 0 <= end_token * 8 <= len(self._data):
             raise ValueError(f"end_token is {end_token}, wanted 0 to {len(self._data) // 8} tokens")
-        whole, rest = divmod(end_token, PAGE_TOKENS)
         previous = self._page(whole)
         if not rest:
             return previous

@@ -200,7 +200,7 @@ class TokenIndex:
         """What the longest shorter sibling has that this object's block goes on from."""
         home = self.objects.homes[record.row]
         shorter = self.blocks.before(home)
-        return self.snapshot([shorter] if shorter != NONE else [])
+        return self.stored_on([shorter]) if shorter != NONE else Path()
 
     def record(self, name: ObjectName) -> Record | None:
         """The record of a `kv` object or a checkpoint, whether or not its payload exists now."""
@@ -217,7 +217,11 @@ class TokenIndex:
     def find(self, prompt: Prompt, kind: Kind, end_token: int) -> Record | None:
         """The record of a prompt's object of some kind that ends at a token, if there is one."""
         name = ObjectName(prompt.namespace, kind, prompt.chain.prefix_hash(end_token))
-        if kind is not Kind.HIDDEN:
+        return self.named(prompt, name, end_token)
+
+    def named(self, prompt: Prompt, name: ObjectName, end_token: int) -> Record | None:
+        """As `find`, by the name that it has."""
+        if name.kind is not Kind.HIDDEN:
             return self.record(name)
         space = self._spaces.get(prompt.namespace)
         if space is None:
@@ -258,6 +262,27 @@ class TokenIndex:
     def snapshot(self, rows: Sequence[int]) -> Path:
         """The objects of some blocks."""
         return Path(*(tuple(self.records_of(rows, kind)) for kind in (Kind.KV, Kind.HIDDEN)))
+
+    def stored_on(self, rows: Sequence[int]) -> Path:
+        """Those objects of some blocks that exist, all of one namespace."""
+        if not rows:
+            return Path()
+        states, record = self.objects.states, self.objects.record
+        namespace = self._namespace(rows[0])
+        pages = (page for row in rows for page in self._pages(row))
+        kv = map(self.blocks.kv.__getitem__, rows)
+        return Path(
+            tuple(record(row, namespace) for row in kv if row != NONE and states[row] & EXISTS),
+            tuple(record(row, namespace) for row in pages if states[row] & EXISTS),
+        )
+
+    def record_on(self, block: Node, kind: Kind, end_token: int) -> Record:
+        """The record of a block's `kv` object, or of its page that ends at a token."""
+        row = self.blocks.kv[block.row]
+        if kind is Kind.HIDDEN:
+            page = (end_token - 1 - self.blocks.firsts[block.row]) // PAGE_TOKENS
+            row = self.blocks.pages[block.row * PAGES + page]
+        return self.objects.record(row, self._namespace(block.row))
 
     def checkpoint(self, parent: Node, name: ObjectName, end_token: int, digest: bytes) -> Record:
         """The record of a state that ends in a block below `parent`; made if it is new.

@@ -31,6 +31,8 @@ EXISTS = IN_CPU | IN_REDIS
 
 _NAME_BYTES = 32
 
+_MORE_ROWS = 128
+
 
 class Record:
     """One object the index knows.
@@ -213,6 +215,8 @@ class Objects:
         self.firsts = array("i")
         self.lengths = array("H")
         self.untils = array("I")
+        self._figure_bytes = array("B")
+        self._figure_places = array("i")
         self._columns = (
             self.kinds,
             self.states,
@@ -222,11 +226,11 @@ class Objects:
             self.firsts,
             self.lengths,
             self.untils,
+            self._figure_bytes,
+            self._figure_places,
         )
         self._names = bytearray()
         self._digests: dict[int, bytes] = {}
-        self._figure_bytes = array("B")
-        self._figure_places = array("i")
         self._figures: dict[int, _Figures] = {}
         self._free: list[int] = []
         self._live: WeakValueDictionary[int, Record] = WeakValueDictionary()
@@ -236,20 +240,22 @@ class Objects:
 
     def add(self, kind: Kind, name: bytes, first: int, length: int, home: int) -> int:
         """A new row, with one use."""
-        values = (kind, 0, 0, home, 1, first, length, 0)
-        columns = self._columns
-        if self._free:
-            row = self._free.pop()
-            for column, value in zip(columns, values, strict=True):
-                column[row] = value
-            self._names[row * _NAME_BYTES : (row + 1) * _NAME_BYTES] = name
-            return row
-        for column, value in zip(columns, values, strict=True):
-            column.append(value)
-        self._figure_bytes.append(0)
-        self._figure_places.append(0)
-        self._names += name
-        return len(self.kinds) - 1
+        if not self._free:
+            self._grow()
+        row = self._free.pop()
+        self.kinds[row], self.states[row], self.sizes[row] = kind, 0, 0
+        self.homes[row], self.uses[row], self.untils[row] = home, 1, 0
+        self.firsts[row], self.lengths[row] = first, length
+        self._names[row * _NAME_BYTES : (row + 1) * _NAME_BYTES] = name
+        return row
+
+    def _grow(self) -> None:
+        """Makes free rows, many at a time: a column grows as fast by a hundred as by one."""
+        rows = len(self.kinds)
+        for column in self._columns:
+            column.frombytes(bytes(column.itemsize * _MORE_ROWS))
+        self._names += bytes(_NAME_BYTES * _MORE_ROWS)
+        self._free += reversed(range(rows, rows + _MORE_ROWS))
 
     def free(self, row: int) -> None:
         """Gives a row up; its record stands alone from here on."""

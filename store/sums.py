@@ -38,19 +38,16 @@ class Sums:
         self, record: Record, *, in_cpu: bool | None = None, in_redis: bool | None = None
     ) -> None:
         """Notes where an object is now, None = as before."""
-        before: dict[TierName, bool] = {"cpu": record.in_cpu, "redis": record.in_redis}
-        record.in_cpu = record.in_cpu if in_cpu is None else in_cpu
-        record.in_redis = record.in_redis if in_redis is None else in_redis
-        now: dict[TierName, bool] = {"cpu": record.in_cpu, "redis": record.in_redis}
+        existed = record.exists
+        if in_cpu is not None and in_cpu is not record.in_cpu:
+            record.in_cpu = in_cpu
+            self._note_pooled(record, 1 if in_cpu else -1)
+            self._note(record, "cpu", here=in_cpu)
+        if in_redis is not None and in_redis is not record.in_redis:
+            record.in_redis = in_redis
+            self._note(record, "redis", here=in_redis)
         if record.name.kind is Kind.KV:
-            self.kv_blocks += int(any(now.values())) - int(any(before.values()))
-        self._note_pooled(record, int(now["cpu"]) - int(before["cpu"]))
-        for tier in before:
-            step = int(now[tier]) - int(before[tier])
-            self._objects[tier, record.name.kind] += step
-            self._sizes[tier, record.name.kind] += step * record.size
-            if step:
-                self._quotas.placed(record, tier, here=step > 0)
+            self.kv_blocks += int(record.exists) - int(existed)
 
     def by_tier(self) -> dict[tuple[str, Kind], tuple[int, int]]:
         """Objects and bytes by tier ('cpu', 'redis') and kind."""
@@ -59,6 +56,13 @@ class Sums:
     def pooled(self) -> dict[bytes, tuple[int, int]]:
         """Tokens whose keys and values are in the pool, and bytes of all kinds, by namespace."""
         return dict(self._pooled)
+
+    def _note(self, record: Record, tier: TierName, *, here: bool) -> None:
+        """Counts an object that has come to a tier, or has left it."""
+        key, step = (tier, record.name.kind), 1 if here else -1
+        self._objects[key] += step
+        self._sizes[key] += step * record.size
+        self._quotas.placed(record, tier, here=here)
 
     def _note_pooled(self, record: Record, step: int) -> None:
         """Keeps sums by namespace: keys and values in the pool, and all that is taken there."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import tokens as wire_tokens
-from tailreplay.store.catalog import Arrived
+from tailreplay.store.arrivals import Arrived
 from tailreplay.store.errors import InvalidRequest, LimitExceeded, TailReplayError
 from tailreplay.store.header import header_bytes, rename, verify_object
 from tailreplay.store.objects import (
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from tailreplay.store.put_source import PutSource
     from tailreplay.store.sightings import Sightings
     from tailreplay.store.tiers import Reserved, Tiers
+
+_KINDS = {int(kind): kind for kind in Kind}
+_LEAST_BYTES = header_bytes(1)
 
 _BATCH_BYTES = 8 << 20
 _BATCH_SHARE = 64
@@ -278,13 +281,15 @@ class PutSession:
 
     def _name(self, wanted: pb.PutObject) -> ObjectName:
         prefix_hash = self._prompt.chain.prefix_hash(wanted.end_token)
-        return ObjectName(self._prompt.namespace, Kind(wanted.kind), prefix_hash)
+        return ObjectName(self._prompt.namespace, _KINDS[wanted.kind], prefix_hash)
 
     def _verified(self, due: _Due, data: memoryview) -> Header:
         """The header of an object that is in every way what was announced."""
         name, sent, wanted = due.name, self._prompt.sent_namespace, due.wanted
-        header = verify_object(data, replace(name, namespace=sent))
-        if name.namespace != sent:
+        if name.namespace == sent:
+            header = verify_object(data, name)
+        else:
+            header = verify_object(data, replace(name, namespace=sent))
             rename(data, header, name.namespace)
         if (header.first_token, header.end_token) != (wanted.first_token, wanted.end_token):
             raise InvalidRequest(
@@ -296,12 +301,14 @@ class PutSession:
 
     def _check(self, wanted: pb.PutObject) -> None:
         total = len(self._prompt)
-        first, end, kind = wanted.first_token, wanted.end_token, int(wanted.kind)
-        if kind not in set(Kind):
-            raise InvalidRequest(f"object has kind {kind}, wanted one of {[k.name for k in Kind]}")
-        if wanted.size_bytes < header_bytes(1):
+        first, end, kind = wanted.first_token, wanted.end_token, _KINDS.get(wanted.kind)
+        if kind is None:
             raise InvalidRequest(
-                f"object has {wanted.size_bytes} bytes, wanted at least {header_bytes(1)}"
+                f"object has kind {int(wanted.kind)}, wanted one of {[k.name for k in Kind]}"
+            )
+        if wanted.size_bytes < _LEAST_BYTES:
+            raise InvalidRequest(
+                f"object has {wanted.size_bytes} bytes, wanted at least {_LEAST_BYTES}"
             )
         if wanted.size_bytes > self._max_object_bytes:
             raise LimitExceeded(
@@ -313,16 +320,16 @@ class PutSession:
                 "`begin`"
             )
         figures = len(wanted.tail_figures)
-        most = MAX_TAIL_FIGURES_BYTES if kind == Kind.HIDDEN else 0
+        most = MAX_TAIL_FIGURES_BYTES if kind is Kind.HIDDEN else 0
         if figures > most or figures % TAIL_FIGURE_BYTES:
             raise InvalidRequest(
-                f"{Kind(kind).name} object has {figures} bytes of tail figures, wanted a multiple "
+                f"{kind.name} object has {figures} bytes of tail figures, wanted a multiple "
                 f"of {TAIL_FIGURE_BYTES} up to {most}"
             )
-        grid = BLOCK_TOKENS[Kind(kind)]
+        grid = BLOCK_TOKENS[kind]
         if first % grid or end != min(first + grid, total):
             raise InvalidRequest(
-                f"{Kind(kind).name} object covers [{first}, {end}) of {total} tokens, "
+                f"{kind.name} object covers [{first}, {end}) of {total} tokens, "
                 "which is no block of its kind's grid"
             )
 

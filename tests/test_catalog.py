@@ -8,7 +8,8 @@ from redis_server import servers_at
 from store_objects import GEOMETRY, Prefix, put_frames, runs_of, span_range
 
 from tailreplay.proto import store_pb2 as pb
-from tailreplay.store.catalog import Arrived, Catalog
+from tailreplay.store.arrivals import Arrived
+from tailreplay.store.catalog import Catalog
 from tailreplay.store.chain import digest_key
 from tailreplay.store.config import StoreConfig
 from tailreplay.store.core import Store

@@ -169,11 +169,43 @@ def test_a_block_whose_pages_are_all_shared_goes_with_its_kv():
 def test_the_longest_of_many_shorter_siblings_is_the_one_extended():
     index = TokenIndex()
     for n in (10, 200, 50, 120):
-        insert(index, Prefix(SPACE, BASE[:n]))
+        store(index, Prefix(SPACE, BASE[:n]), Kind.KV)
         for other in range(3):  # extensions that lie between in sorted order
             insert(index, Prefix(SPACE, branch(BASE, n, range(other, 5))))
     node = insert(index, Prefix(SPACE, BASE[:190]))
     assert [r.rows for r in index.extended_by(node.kv).kv] == [120]
+
+
+def test_what_is_stored_on_blocks_leaves_out_what_is_only_named():
+    index = TokenIndex()
+    prefix = Prefix(SPACE, BASE[:600])
+    store(index, prefix, Kind.KV)
+    store(index, Prefix(SPACE, BASE[:128]), Kind.HIDDEN)
+    rows = match(index, BASE[:600]).rows
+    assert {r.in_cpu for r in index.snapshot(rows).hidden} == {True, False}
+    stored = index.stored_on(rows)
+    assert [r.end_token for r in stored.kv] == [256, 512, 600]
+    assert [r.end_token for r in stored.hidden] == [64, 128]
+    lose(index, stored.kv[1])
+    assert [r.end_token for r in index.stored_on(rows).kv] == [256, 600]
+    assert index.stored_on([]) == Path()
+
+
+def test_rows_are_made_many_at_a_time_and_each_is_of_one_object():
+    index = TokenIndex()
+    prefix = Prefix(SPACE, np.arange(256 * 300))  # more than the rows that are made at a time
+    store(index, prefix, Kind.KV, Kind.HIDDEN)
+    assert (len(index), len(index.objects)) == (300, 1500)
+    spans = prefix.spans(Kind.KV, Kind.HIDDEN)
+    assert {r.name for r in index.records()} == {prefix.name(kind, end) for kind, _, end in spans}
+    for record in list(index.records()):
+        lose(index, record)
+    assert (len(index), len(index.objects)) == (0, 0)
+    other = Prefix(SPACE, np.arange(1, 256 * 300 + 1))
+    store(index, other, Kind.KV)
+    assert match(index, other.tokens).matched_tokens == len(other)
+    assert match(index, prefix.tokens).matched_tokens == 0
+    assert len(index.objects) == 1500
 
 
 def test_a_block_without_kv_of_its_own_does_not_hide_one_that_has_it():

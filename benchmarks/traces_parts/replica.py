@@ -17,7 +17,8 @@ from tailreplay.connector.plan import (
     prefill_cuts,
 )
 from tailreplay.connector.policy import CachePolicy
-from tailreplay.store.catalog import Arrived, Catalog, records_on
+from tailreplay.store.arrivals import Arrived
+from tailreplay.store.catalog import Catalog, records_on
 from tailreplay.store.chain import digest_key
 from tailreplay.store.objects import Kind, ObjectName, Provenance
 from tailreplay.store.prompt import Prompt
