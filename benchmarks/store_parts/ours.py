@@ -3,6 +3,7 @@
 import gc
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,14 @@ from certificates import Authority
 
 from store_parts.children import Answer, Child, answer_commands
 from store_parts.contender import Blob, objects, serve_contender
-from tailreplay.connector.client import ObjectBytes, StoreClient
+from tailreplay.connector.client import StoreClient
 from tailreplay.connector.load import Load
+from tailreplay.connector.outgoing import outgoing
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.chain import PrefixChain
 from tailreplay.store.credentials import NO_CREDENTIALS, Credentials
 from tailreplay.store.geometry import Dtype, Geometry, hidden_geometry, kv_geometry
-from tailreplay.store.header import Header, build_object
-from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Kind, ObjectName
+from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Kind
 from tailreplay.store.tokens import extended_tokens
 
 NAMESPACE = bytes(range(32))
@@ -64,9 +65,18 @@ class Prompt:
         return self.chain.prefix_hash(len(self.tokens))
 
     def put(self, client: StoreClient, geometry: Geometry, rows: Blob) -> pb.PutResponse:
-        """Stores one object per row of `rows`, headers and checksums included."""
+        """Stores one object per row of `rows`; each is packed as an engine's, when it is wanted."""
         step = KV_BLOCK_TOKENS if geometry.kind is Kind.KV else PAGE_TOKENS
-        items = (self._item(geometry, i * step, step, row) for i, row in enumerate(rows))
+        items = (
+            outgoing(
+                NAMESPACE,
+                self.chain,
+                geometry,
+                (i * step, (i + 1) * step),
+                partial(memoryview, row),
+            )
+            for i, row in enumerate(rows)
+        )
         return client.put(NAMESPACE, self.tokens, items, timeout_s=TIMEOUT_S)
 
     def load(
@@ -89,17 +99,6 @@ class Prompt:
         load.run(client.fetch(NAMESPACE, self.leaf, ranges, timeout_s=TIMEOUT_S))
         load.wait(0)
         return load
-
-    def _item(self, geometry: Geometry, first: int, rows: int, payload: Blob) -> ObjectBytes:
-        name = ObjectName(NAMESPACE, geometry.kind, self.chain.prefix_hash(first + rows))
-        head, view = build_object(Header(name, geometry, first, rows, ()), payload.data)
-        announce = pb.PutObject(
-            kind=pb.Kind.ValueType(geometry.kind),
-            first_token=first,
-            end_token=first + rows,
-            size_bytes=len(head) + len(view),
-        )
-        return ObjectBytes(announce, [head, view])
 
 
 class Ours:
