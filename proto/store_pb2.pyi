@@ -1020,6 +1020,8 @@ class NamespaceInfo(_message.Message):
     HIDDEN_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
     CHECKPOINT_BYTES_FIELD_NUMBER: _builtins.int
     CAPACITY_TOKENS_FIELD_NUMBER: _builtins.int
+    SENT_NAMESPACE_FIELD_NUMBER: _builtins.int
+    IS_PUBLIC_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
     blocks: _builtins.int
     tokens: _builtins.int
@@ -1031,6 +1033,12 @@ class NamespaceInfo(_message.Message):
     """Tokens that the whole CPU tier would hold of this namespace, all kinds counted in the
     proportion in which they are there now; 0 where no keys and values are there.
     """
+    sent_namespace: _builtins.bytes
+    """What clients call it. It differs from `namespace` where callers have tokens, and is empty where
+    none has used it since the store's start.
+    """
+    is_public: _builtins.bool
+    """Whether it is known to be in the public scope."""
     def __init__(
         self,
         *,
@@ -1041,10 +1049,12 @@ class NamespaceInfo(_message.Message):
         hidden_bytes_per_token: _builtins.int = ...,
         checkpoint_bytes: _builtins.int = ...,
         capacity_tokens: _builtins.int = ...,
+        sent_namespace: _builtins.bytes = ...,
+        is_public: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "capacity_tokens", b"capacity_tokens", "checkpoint_bytes", b"checkpoint_bytes", "hidden_bytes_per_token", b"hidden_bytes_per_token", "kv_bytes_per_token", b"kv_bytes_per_token", "namespace", b"namespace", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "capacity_tokens", b"capacity_tokens", "checkpoint_bytes", b"checkpoint_bytes", "hidden_bytes_per_token", b"hidden_bytes_per_token", "is_public", b"is_public", "kv_bytes_per_token", b"kv_bytes_per_token", "namespace", b"namespace", "sent_namespace", b"sent_namespace", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1583,3 +1593,173 @@ class SetModeResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SetModeResponse: _TypeAlias = SetModeResponse  # noqa: Y015
+
+@_typing.final
+class AddPublicRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    PREFIX_HASH_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.bytes
+    """As Describe lists it, or as clients call it."""
+    prefix_hash: _builtins.bytes
+    """Names a stored prefix of whole blocks."""
+    @_builtins.property
+    def tokens(self) -> Global___Tokens:
+        """What is behind the last whole block is left out."""
+
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.bytes = ...,
+        tokens: Global___Tokens | None = ...,
+        prefix_hash: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix", "prefix_hash", b"prefix_hash", "tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "prefix", b"prefix", "prefix_hash", b"prefix_hash", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_prefix: _TypeAlias = _typing.Literal["tokens", "prefix_hash"]  # noqa: Y015
+    _WhichOneofArgType_prefix: _TypeAlias = _typing.Literal["prefix", b"prefix"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_prefix) -> _WhichOneofReturnType_prefix | None: ...
+
+Global___AddPublicRequest: _TypeAlias = AddPublicRequest  # noqa: Y015
+
+@_typing.final
+class PublicPrefix(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    PREFIX_HASH_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    ADDED_AT_S_FIELD_NUMBER: _builtins.int
+    STORED_TOKENS_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.bytes
+    """As Describe lists it."""
+    prefix_hash: _builtins.bytes
+    tokens: _builtins.int
+    added_at_s: _builtins.float
+    """Seconds since the epoch."""
+    stored_tokens: _builtins.int
+    """Leading tokens whose keys and values are stored."""
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierBytes]:
+        """What tenants find of it, by tier and kind."""
+
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.bytes = ...,
+        prefix_hash: _builtins.bytes = ...,
+        tokens: _builtins.int = ...,
+        added_at_s: _builtins.float = ...,
+        stored_tokens: _builtins.int = ...,
+        tiers: _abc.Iterable[Global___TierBytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added_at_s", b"added_at_s", "namespace", b"namespace", "prefix_hash", b"prefix_hash", "stored_tokens", b"stored_tokens", "tiers", b"tiers", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PublicPrefix: _TypeAlias = PublicPrefix  # noqa: Y015
+
+@_typing.final
+class RemovePublicRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFIX_HASH_FIELD_NUMBER: _builtins.int
+    prefix_hash: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        prefix_hash: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefix_hash", b"prefix_hash"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemovePublicRequest: _TypeAlias = RemovePublicRequest  # noqa: Y015
+
+@_typing.final
+class RemovePublicResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEPT_TOKENS_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    OVERWRITTEN_BYTES_FIELD_NUMBER: _builtins.int
+    HELD_OBJECTS_FIELD_NUMBER: _builtins.int
+    REDIS_KEYS_DELETED_FIELD_NUMBER: _builtins.int
+    CPU_OBJECTS_LEFT_FIELD_NUMBER: _builtins.int
+    REDIS_KEYS_LEFT_FIELD_NUMBER: _builtins.int
+    HAS_REDIS_FIELD_NUMBER: _builtins.int
+    kept_tokens: _builtins.int
+    """Leading tokens that stay, since another open prefix has them too."""
+    overwritten_bytes: _builtins.int
+    held_objects: _builtins.int
+    redis_keys_deleted: _builtins.int
+    cpu_objects_left: _builtins.int
+    redis_keys_left: _builtins.int
+    has_redis: _builtins.bool
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierBytes]:
+        """As in EraseResponse."""
+
+    def __init__(
+        self,
+        *,
+        kept_tokens: _builtins.int = ...,
+        removed: _abc.Iterable[Global___TierBytes] | None = ...,
+        overwritten_bytes: _builtins.int = ...,
+        held_objects: _builtins.int = ...,
+        redis_keys_deleted: _builtins.int = ...,
+        cpu_objects_left: _builtins.int = ...,
+        redis_keys_left: _builtins.int = ...,
+        has_redis: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_objects_left", b"cpu_objects_left", "has_redis", b"has_redis", "held_objects", b"held_objects", "kept_tokens", b"kept_tokens", "overwritten_bytes", b"overwritten_bytes", "redis_keys_deleted", b"redis_keys_deleted", "redis_keys_left", b"redis_keys_left", "removed", b"removed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemovePublicResponse: _TypeAlias = RemovePublicResponse  # noqa: Y015
+
+@_typing.final
+class ListPublicRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPublicRequest: _TypeAlias = ListPublicRequest  # noqa: Y015
+
+@_typing.final
+class ListPublicResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFIXES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def prefixes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PublicPrefix]: ...
+    def __init__(
+        self,
+        *,
+        prefixes: _abc.Iterable[Global___PublicPrefix] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefixes", b"prefixes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPublicResponse: _TypeAlias = ListPublicResponse  # noqa: Y015

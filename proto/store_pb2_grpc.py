@@ -429,6 +429,21 @@ class AdminStub(object):
                 request_serializer=tailreplay_dot_proto_dot_store__pb2.SetModeRequest.SerializeToString,
                 response_deserializer=tailreplay_dot_proto_dot_store__pb2.SetModeResponse.FromString,
                 _registered_method=True)
+        self.AddPublic = channel.unary_unary(
+                '/tailreplay.store.v1.Admin/AddPublic',
+                request_serializer=tailreplay_dot_proto_dot_store__pb2.AddPublicRequest.SerializeToString,
+                response_deserializer=tailreplay_dot_proto_dot_store__pb2.PublicPrefix.FromString,
+                _registered_method=True)
+        self.RemovePublic = channel.unary_unary(
+                '/tailreplay.store.v1.Admin/RemovePublic',
+                request_serializer=tailreplay_dot_proto_dot_store__pb2.RemovePublicRequest.SerializeToString,
+                response_deserializer=tailreplay_dot_proto_dot_store__pb2.RemovePublicResponse.FromString,
+                _registered_method=True)
+        self.ListPublic = channel.unary_unary(
+                '/tailreplay.store.v1.Admin/ListPublic',
+                request_serializer=tailreplay_dot_proto_dot_store__pb2.ListPublicRequest.SerializeToString,
+                response_deserializer=tailreplay_dot_proto_dot_store__pb2.ListPublicResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -507,6 +522,27 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddPublic(self, request, context):
+        """Opens a prefix of the public scope to all tenants, in whole blocks, whether or not anything is
+        stored of it yet. INVALID_ARGUMENT where nothing can be public: without a token file.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemovePublic(self, request, context):
+        """Closes one, and erases it and what goes on from it, but for blocks of others that are open.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPublic(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -559,6 +595,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.SetMode,
                     request_deserializer=tailreplay_dot_proto_dot_store__pb2.SetModeRequest.FromString,
                     response_serializer=tailreplay_dot_proto_dot_store__pb2.SetModeResponse.SerializeToString,
+            ),
+            'AddPublic': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddPublic,
+                    request_deserializer=tailreplay_dot_proto_dot_store__pb2.AddPublicRequest.FromString,
+                    response_serializer=tailreplay_dot_proto_dot_store__pb2.PublicPrefix.SerializeToString,
+            ),
+            'RemovePublic': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemovePublic,
+                    request_deserializer=tailreplay_dot_proto_dot_store__pb2.RemovePublicRequest.FromString,
+                    response_serializer=tailreplay_dot_proto_dot_store__pb2.RemovePublicResponse.SerializeToString,
+            ),
+            'ListPublic': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPublic,
+                    request_deserializer=tailreplay_dot_proto_dot_store__pb2.ListPublicRequest.FromString,
+                    response_serializer=tailreplay_dot_proto_dot_store__pb2.ListPublicResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -833,6 +884,87 @@ class Admin(object):
             '/tailreplay.store.v1.Admin/SetMode',
             tailreplay_dot_proto_dot_store__pb2.SetModeRequest.SerializeToString,
             tailreplay_dot_proto_dot_store__pb2.SetModeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddPublic(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tailreplay.store.v1.Admin/AddPublic',
+            tailreplay_dot_proto_dot_store__pb2.AddPublicRequest.SerializeToString,
+            tailreplay_dot_proto_dot_store__pb2.PublicPrefix.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemovePublic(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tailreplay.store.v1.Admin/RemovePublic',
+            tailreplay_dot_proto_dot_store__pb2.RemovePublicRequest.SerializeToString,
+            tailreplay_dot_proto_dot_store__pb2.RemovePublicResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPublic(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tailreplay.store.v1.Admin/ListPublic',
+            tailreplay_dot_proto_dot_store__pb2.ListPublicRequest.SerializeToString,
+            tailreplay_dot_proto_dot_store__pb2.ListPublicResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -191,6 +191,13 @@ class AdminStub:
     """Says in which mode engines serve a tenant's requests when nobody else says it: neither the
     request nor the engine's own settings. They learn it with their next Match.
     """
+    AddPublic: _grpc.UnaryUnaryMultiCallable[_store_pb2.AddPublicRequest, _store_pb2.PublicPrefix]
+    """Opens a prefix of the public scope to all tenants, in whole blocks, whether or not anything is
+    stored of it yet. INVALID_ARGUMENT where nothing can be public: without a token file.
+    """
+    RemovePublic: _grpc.UnaryUnaryMultiCallable[_store_pb2.RemovePublicRequest, _store_pb2.RemovePublicResponse]
+    """Closes one, and erases it and what goes on from it, but for blocks of others that are open."""
+    ListPublic: _grpc.UnaryUnaryMultiCallable[_store_pb2.ListPublicRequest, _store_pb2.ListPublicResponse]
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -222,6 +229,13 @@ class AdminAsyncStub(AdminStub):
     """Says in which mode engines serve a tenant's requests when nobody else says it: neither the
     request nor the engine's own settings. They learn it with their next Match.
     """
+    AddPublic: _aio.UnaryUnaryMultiCallable[_store_pb2.AddPublicRequest, _store_pb2.PublicPrefix]  # type: ignore[assignment]
+    """Opens a prefix of the public scope to all tenants, in whole blocks, whether or not anything is
+    stored of it yet. INVALID_ARGUMENT where nothing can be public: without a token file.
+    """
+    RemovePublic: _aio.UnaryUnaryMultiCallable[_store_pb2.RemovePublicRequest, _store_pb2.RemovePublicResponse]  # type: ignore[assignment]
+    """Closes one, and erases it and what goes on from it, but for blocks of others that are open."""
+    ListPublic: _aio.UnaryUnaryMultiCallable[_store_pb2.ListPublicRequest, _store_pb2.ListPublicResponse]  # type: ignore[assignment]
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     """What operators decide. FAILED_PRECONDITION where the store can not do it at all, as on Redis
@@ -310,5 +324,30 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         """Says in which mode engines serve a tenant's requests when nobody else says it: neither the
         request nor the engine's own settings. They learn it with their next Match.
         """
+
+    @_abc_1.abstractmethod
+    def AddPublic(
+        self,
+        request: _store_pb2.AddPublicRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.PublicPrefix, _abc.Awaitable[_store_pb2.PublicPrefix]]:
+        """Opens a prefix of the public scope to all tenants, in whole blocks, whether or not anything is
+        stored of it yet. INVALID_ARGUMENT where nothing can be public: without a token file.
+        """
+
+    @_abc_1.abstractmethod
+    def RemovePublic(
+        self,
+        request: _store_pb2.RemovePublicRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.RemovePublicResponse, _abc.Awaitable[_store_pb2.RemovePublicResponse]]:
+        """Closes one, and erases it and what goes on from it, but for blocks of others that are open."""
+
+    @_abc_1.abstractmethod
+    def ListPublic(
+        self,
+        request: _store_pb2.ListPublicRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.ListPublicResponse, _abc.Awaitable[_store_pb2.ListPublicResponse]]: ...
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
