@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tailreplay.store.auth import Access
     from tailreplay.store.core import Store
     from tailreplay.store.operators import Operators
+    from tailreplay.store.publisher import Publisher
 
 ADMIN_SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Admin"].full_name
 
@@ -30,19 +31,22 @@ def add_admin(server: grpc.Server, store: Store, access: Access) -> None:
         store: the store.
         access: says whose token a call has; only administrators' will do.
     """
-    rpc.add_AdminServicer_to_server(AdminService(store.operators, access), server)
+    service = AdminService(store.operators, store.publisher, access)
+    rpc.add_AdminServicer_to_server(service, server)
 
 
 class AdminService(rpc.AdminServicer):
-    """Serves one store's `Operators`; called from the server's worker threads.
+    """Serves one store's operators; called from the server's worker threads.
 
     Args:
         operators: what to serve.
+        publisher: what to serve of the public scope.
         access: as in `add_admin`.
     """
 
-    def __init__(self, operators: Operators, access: Access) -> None:
+    def __init__(self, operators: Operators, publisher: Publisher, access: Access) -> None:
         self._operators = operators
+        self._publisher = publisher
         self._access = access
 
     def Pin(self, request: pb.PinRequest, context: grpc.ServicerContext) -> pb.PinInfo:
@@ -104,6 +108,27 @@ class AdminService(rpc.AdminServicer):
         """Sets a tenant's mode."""
         with self._admitted(context):
             return self._operators.set_mode(request)
+
+    def AddPublic(
+        self, request: pb.AddPublicRequest, context: grpc.ServicerContext
+    ) -> pb.PublicPrefix:
+        """Opens a prefix to all tenants."""
+        with self._admitted(context):
+            return self._publisher.add(request)
+
+    def RemovePublic(
+        self, request: pb.RemovePublicRequest, context: grpc.ServicerContext
+    ) -> pb.RemovePublicResponse:
+        """Closes one, and erases it."""
+        with self._admitted(context):
+            return self._publisher.remove(request)
+
+    def ListPublic(
+        self, request: pb.ListPublicRequest, context: grpc.ServicerContext
+    ) -> pb.ListPublicResponse:
+        """Those that are open."""
+        with self._admitted(context):
+            return self._publisher.all()
 
     @contextmanager
     def _admitted(self, context: grpc.ServicerContext) -> Iterator[None]:

@@ -20,7 +20,8 @@ from tailreplay.store.geometries import Geometries
 from tailreplay.store.index import TokenIndex
 from tailreplay.store.manifest import Manifests
 from tailreplay.store.manifest_form import entry_of
-from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind, Provenance
+from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind, ObjectName, Provenance
+from tailreplay.store.public_prefixes import PublicPrefixes
 from tailreplay.store.public_scope import merged_path, parts_of, with_public
 from tailreplay.store.quota import Quotas
 from tailreplay.store.record import Record
@@ -62,6 +63,7 @@ class Catalog:
 
     Attributes:
         quotas: what each tenant uses, and may.
+        public: what of the public scope is open to tenants.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Catalog:
         max_blocks: int = 1 << 20,
     ) -> None:
         self.quotas = Quotas()
+        self.public = PublicPrefixes()
         self._manifests = manifests
         self._clock = clock
         self._tiers: Tiers | None = None
@@ -104,7 +107,7 @@ class Catalog:
         Args:
             prompt: what is looked for.
             shared: who is asked for what lies beyond the keys and values that are known here.
-            public: the prompt in the public scope, where that is looked through as well.
+            public: what of the prompt is open in the public scope; None = nothing.
         """
         found = self._find(prompt, shared)
         whole = len(prompt) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
@@ -153,7 +156,27 @@ class Catalog:
         own, opened = parts_of(leaf)
         with self._lock:
             path = self._index.path_to(namespace, own)
-            return merged_path(path, self._index.path_to(public, opened)) if opened else path
+            if not self.public.has(public, opened):
+                return path
+            return merged_path(path, self._index.path_to(public, opened))
+
+    def public_state(self, public: bytes, prefix_hash: bytes) -> Record | None:
+        """As `record`, of a checkpoint in the public scope; None if it is not open to tenants."""
+        if not self.public.has(public, prefix_hash):
+            return None
+        return self.record(ObjectName(public, Kind.CHECKPOINT, prefix_hash))
+
+    def blocks_to(self, namespace: bytes, leaf: bytes) -> list[bytes]:
+        """Names of the whole blocks on the way to the one named `leaf`; empty if not known."""
+        with self._lock:
+            nodes = self._index.nodes_to(namespace, leaf)
+            return [node.prefix_hash for node in nodes if node.tokens == KV_BLOCK_TOKENS]
+
+    def behind(self, namespace: bytes, block: bytes) -> list[Record]:
+        """Objects that exist of a block and of all that goes on from it; as `select`."""
+        return self.select(
+            lambda r: r.name.namespace == namespace and self._index.is_behind(r, block)
+        )
 
     def record(self, name: ObjectName) -> Record | None:
         """The record of a `kv` object or checkpoint whose payload exists in some tier."""
@@ -388,15 +411,18 @@ class Catalog:
             self._claims.give_up(names)
             self._counts["redis_failed"] += len(names)
 
-    def restore(self) -> int:
+    def restore(self, namespace: bytes = b"") -> int:
         """Lists what Redis holds already; returns how many objects that is.
+
+        Args:
+            namespace: of which, if not of all.
 
         Raises:
             StoreUnavailable: Redis can not be read.
         """
         if self._manifests is None:
             return 0
-        manifests, listed = self._manifests.load(), 0
+        manifests, listed = self._manifests.load(namespace=namespace), 0
         for at in range(0, len(manifests), _RESTORED):
             with self._lock:
                 some = manifests[at : at + _RESTORED]

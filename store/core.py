@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import tokens as wire_tokens
-from tailreplay.store.auth import ANYONE, Role
+from tailreplay.store.auth import ANYONE, Principal, Role
 from tailreplay.store.catalog import Catalog
 from tailreplay.store.chain import digest_key
+from tailreplay.store.client_names import ClientNames
 from tailreplay.store.config import INDEX_BLOCK_BYTES
 from tailreplay.store.errors import InvalidRequest, StoreUnavailable
 from tailreplay.store.lane_wire import LaneRecord, Pace, RecordKind
@@ -25,6 +26,7 @@ from tailreplay.store.operator_pins import OperatorPins
 from tailreplay.store.operators import Operators
 from tailreplay.store.pool import Pool, SharedMemory
 from tailreplay.store.prompt import Prompt
+from tailreplay.store.publisher import Publisher
 from tailreplay.store.reader import Frame, Reader
 from tailreplay.store.redis_settings import (
     bulk_tiers,
@@ -41,7 +43,6 @@ from tailreplay.store.writer import PutSession, Writer
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
-    from tailreplay.store.auth import Principal
     from tailreplay.store.config import StoreConfig
     from tailreplay.store.record import Record
     from tailreplay.store.runs import Run
@@ -101,6 +102,7 @@ class Store:
             gate=UrgentGate(clock=clock),
         )
         self.catalog.attach(self.tiers)
+        self._client_names = ClientNames()
         self._reader = Reader(
             self.catalog,
             self.tiers,
@@ -131,6 +133,14 @@ class Store:
             digest_key=self._digest_key,
             clock=clock,
         )
+        self.publisher = Publisher(
+            self.catalog,
+            self.operators.eraser,
+            self._ledger,
+            self._client_names,
+            has_tenants=config.token_file is not None,
+            clock=clock,
+        )
         self._closing = threading.Event()
         self._background = [
             threading.Thread(target=self._tick, name="store-tick", daemon=True),
@@ -138,6 +148,8 @@ class Store:
             threading.Thread(target=self._keep_up, name="store-keep-up", daemon=True),
         ]
         self._restored = self._restore()
+        if self._restored:
+            self.publisher.tick()  # what is public is so from the first request on
         for thread in self._background:
             thread.start()
 
@@ -150,13 +162,11 @@ class Store:
         namespace = _scoped(request.namespace, caller)
         tokens = wire_tokens.from_wire(request.tokens)
         prompt = Prompt(namespace, tokens, self._digest_key(namespace), request.namespace)
-        public = caller.public(request.namespace)
-        opened = (
-            Prompt(public, tokens, self._digest_key(public), request.namespace)
-            if public is not None
-            else None
-        )
+        opened = self._opened(prompt, caller)
         found = self.catalog.match(prompt, self._shared, opened)
+        if found.matched_tokens:
+            for space in (namespace, *([opened.namespace] if opened is not None else [])):
+                self._client_names.note(space, request.namespace)
         return pb.MatchResponse(
             matched_tokens=found.matched_tokens,
             leaf=found.leaf,
@@ -165,6 +175,15 @@ class Store:
             boot_id=self.boot_id,
             default_mode=self.catalog.quotas.mode(self.catalog.quotas.owner(namespace)),
         )
+
+    def _opened(self, prompt: Prompt, caller: Principal) -> Prompt | None:
+        """As much of a prompt as is open to a tenant in the public scope; nothing else is asked."""
+        public = caller.public(prompt.sent_namespace)
+        end = self.catalog.public.open_tokens(public, prompt) if public is not None else 0
+        if public is None or not end:
+            return None
+        key = self._digest_key(public)
+        return Prompt(public, prompt.tokens[:end], key, prompt.sent_namespace)
 
     def fetch(
         self,
@@ -253,6 +272,7 @@ class Store:
         named = caller.role is not Role.ANYONE  # then its token says whose they are
         tenant = tenant_digest(caller.tenant) if named else begin.tenant
         self.catalog.quotas.own(namespace, tenant)
+        self._client_names.note(namespace, begin.namespace)
         return namespace
 
     def stats(self) -> pb.StatsResponse:
@@ -279,20 +299,30 @@ class Store:
             shared_memory=bool(self.tiers.shm_path),
         )
 
-    def describe(self, version: str) -> pb.DescribeResponse:
-        """What this store is, and every setting in force; secrets are left out."""
+    def describe(self, version: str, caller: Principal = ANYONE) -> pb.DescribeResponse:
+        """What this store is, and every setting in force; secrets are left out.
+
+        Tenants see no settings, and of the namespaces their own alone, as they call them.
+        """
         settings = self.config.in_words()
         settings["effective_pool_bytes"] = str(self.tiers.pool_bytes)
         settings["effective_digests"] = (
             "keyed" if self.config.digest_key_file else "unkeyed: no digest_key_file"
         )
         settings["effective_shared_memory"] = self.tiers.shm_path or "off: engines get copies"
+        if caller.role not in (Role.ANYONE, Role.ADMIN):
+            settings.clear()
         spaces, pooled = [], self.catalog.pooled()
         for namespace, (blocks, tokens, geometry) in self.catalog.namespaces().items():
+            sent = self._client_names.sent(namespace)
+            if not self._may_see(namespace, sent, caller):
+                continue
             per_row = {kind: g.payload_bytes(1) for kind, g in geometry.items()}
             spaces.append(
                 pb.NamespaceInfo(
-                    namespace=namespace,
+                    namespace=sent if caller.role is Role.TENANT else namespace,
+                    sent_namespace=sent,
+                    is_public=self._is_public(namespace, sent),
                     blocks=blocks,
                     tokens=tokens,
                     kv_bytes_per_token=per_row.get(Kind.KV, 0),
@@ -310,6 +340,16 @@ class Store:
             settings=settings,
             namespaces=spaces,
         )
+
+    def _may_see(self, namespace: bytes, sent: bytes, caller: Principal) -> bool:
+        if caller.role in (Role.ANYONE, Role.ADMIN):
+            return True
+        return caller.role is Role.TENANT and caller.scoped(sent) == namespace
+
+    def _is_public(self, namespace: bytes, sent: bytes) -> bool:
+        if self.catalog.public.has_any(namespace):
+            return True
+        return Principal(Role.ADMIN).scoped(sent) == namespace
 
     def redis_in_words(self) -> str:
         """Whether there is a Redis, for the log."""
@@ -375,9 +415,11 @@ class Store:
         forget_at_s = self._clock() + _FORGET_EVERY_S
         while not self._closing.wait(_KEEP_UP_EVERY_S):
             self.operators.tick()
+            self.publisher.tick()
             self._renew_used()
             if self._clock() >= forget_at_s:
                 self._forget_expired()
+                self._client_names.keep_only(self.catalog.spaces())
                 forget_at_s = self._clock() + _FORGET_EVERY_S
             if not self._restored and self.tiers.redis_status().get("healthy"):
                 self._restored = self._restore()

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tailreplay.store.errors import StoreUnavailable
+from tailreplay.store.tier_bytes import count_in
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from tailreplay.store.catalog import Catalog
     from tailreplay.store.ledger import Ledger
@@ -49,13 +50,6 @@ class Erased:
     left_in_cpu: int = 0
     left_in_redis: int = 0
 
-    def note(self, record: Record) -> None:
-        """Counts an object that is about to go."""
-        places: dict[TierName, bool] = {"cpu": record.in_cpu, "redis": record.in_redis}
-        for tier, here in places.items():
-            self.removed[tier, record.name.kind, "objects"] += here
-            self.removed[tier, record.name.kind, "bytes"] += record.size if here else 0
-
 
 class Eraser:
     """Takes namespaces out of a store.
@@ -82,7 +76,9 @@ class Eraser:
             StoreUnavailable: Redis does not answer; the CPU tier has been cleared.
         """
         done = Erased()
-        self._drop(namespaces, done, overwrite=False)
+        every = self._catalog.select
+        records = every(lambda _: True) if namespaces is None else self._all_of(namespaces)
+        self._drop(records, done, overwrite=False)
         spaces = self._catalog.namespaces() if namespaces is None else namespaces
         self._delete_in_redis(spaces, done)
         return done
@@ -95,21 +91,55 @@ class Eraser:
                 been cleared.
         """
         done = Erased()
-        self._drop(namespaces, done, overwrite=True)
+        self._drop(self._all_of(namespaces), done, overwrite=True)
         self._delete_in_redis(namespaces, done)
-        left = self._catalog.select(lambda r: r.name.namespace in namespaces)
-        done.left_in_cpu = len(left)
+        done.left_in_cpu = len(self._all_of(namespaces))
         return done
 
-    def _drop(self, namespaces: Collection[bytes] | None, done: Erased, *, overwrite: bool) -> None:
-        records = self._catalog.select(
-            lambda r: namespaces is None or r.name.namespace in namespaces
-        )
+    def erase_prefix(
+        self, namespace: bytes, blocks: Sequence[bytes], spared: Callable[[bytes], bool]
+    ) -> Erased:
+        """As `erase`, of the last blocks of a prefix and all that goes on from them.
+
+        Args:
+            namespace: whose.
+            blocks: their names, in order; none = nothing goes.
+            spared: whether an object of that name stays.
+
+        Raises:
+            StoreUnavailable: as `erase`.
+        """
+        done = Erased()
+        if blocks:
+            self._list_all_of(namespace)
+            records = self._behind(namespace, blocks[0], spared)
+            names = {*blocks, *(record.name.prefix_hash for record in records)}
+            self._drop(records, done, overwrite=True)
+            self._delete_in_redis([namespace], done, names)
+            done.left_in_cpu = len(self._behind(namespace, blocks[0], spared))
+        return done
+
+    def _list_all_of(self, namespace: bytes) -> None:
+        """Lists what other stores have put into Redis as well."""
+        try:
+            self._catalog.restore(namespace)
+        except StoreUnavailable as error:
+            logger.debug("not all of a namespace is listed: %s", error)
+
+    def _all_of(self, namespaces: Collection[bytes]) -> list[Record]:
+        return self._catalog.select(lambda r: r.name.namespace in namespaces)
+
+    def _behind(
+        self, namespace: bytes, block: bytes, spared: Callable[[bytes], bool]
+    ) -> list[Record]:
+        records = self._catalog.behind(namespace, block)
+        return [record for record in records if not spared(record.name.prefix_hash)]
+
+    def _drop(self, records: Sequence[Record], done: Erased, *, overwrite: bool) -> None:
         held: list[ObjectName] = []
         for batch in _batches(records):
             names = [record.name for record in batch]
-            for record in batch:
-                done.note(record)
+            count_in(done.removed, batch)
             self._catalog.lost(*batch)
             done.overwritten_bytes += self._tiers.delete(names, overwrite=overwrite)
             held += self._tiers.held(names)
@@ -127,15 +157,18 @@ class Eraser:
             held = self._tiers.held(held)
         return held
 
-    def _delete_in_redis(self, namespaces: Collection[bytes], done: Erased) -> None:
+    def _delete_in_redis(
+        self, namespaces: Collection[bytes], done: Erased, names: Collection[bytes] | None = None
+    ) -> None:
+        """Deletes what Redis has of namespaces, or of some prefixes in them."""
         if self._ledger is None:
             return
         for namespace in namespaces:
             try:
-                keys = self._ledger.keys_of(namespace)
+                keys = self._ledger.keys_of(namespace, names)
                 for _ in range(_ROUNDS):
                     done.redis_keys += self._ledger.delete(keys) if keys else 0
-                    keys = self._ledger.keys_of(namespace)
+                    keys = self._ledger.keys_of(namespace, names)
                     if not keys:
                         break
             except StoreUnavailable as error:

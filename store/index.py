@@ -306,6 +306,21 @@ class TokenIndex:
         row = self._checkpoints.add(parent.row, name, end_token, digest, codes)
         return self.objects.record(row, name.namespace)
 
+    def is_behind(self, record: Record, prefix_hash: bytes) -> bool:
+        """Whether an object is of the block of that name, or of one that goes on from it.
+
+        A page counts if no other block has it; a state, if it ends behind the block's first token
+        on any way that leads on from the block before.
+        """
+        space = self._spaces.get(record.name.namespace)
+        block = space.blocks.get(prefix_hash, NONE) if space is not None else NONE
+        if block == NONE:
+            return False
+        homes = [node.row for node in self.homes(record)]
+        if record.name.kind is Kind.CHECKPOINT and homes == [self.blocks.parents[block]]:
+            return True
+        return bool(homes) and all(self._goes_through(home, block) for home in homes)
+
     def homes(self, record: Record) -> list[Node]:
         """The blocks that list an object; for a checkpoint the block before its prefix's last."""
         if not record.is_listed:
@@ -410,6 +425,11 @@ class TokenIndex:
             path.append(at)
             at = self.blocks.parents[at]
         return path[::-1]
+
+    def _goes_through(self, row: int, block: int) -> bool:
+        while row not in (NONE, block):
+            row = self.blocks.parents[row]
+        return row == block
 
     def _page_of(self, block: int, row: int) -> int:
         """Number of an object's page in its block."""

@@ -7,6 +7,11 @@ manifest's:
     a:owners:<day>  namespace   tenant digest, 16 bytes
     a:limits        tenant      limit in the CPU tier, limit in Redis, bytes; all ones = none
     a:modes         tenant      mode
+    a:public        prefix      namespace, when it was made public, s since the epoch
+                    hash
+
+What a public prefix consists of is in a string beside that, a:public:<prefix hash>: names of its
+blocks, 32 bytes each, sealed likewise.
 
 Owners are written anew each day (since the epoch, by stores' clocks) while there is something of
 theirs, and a day's hash lives three: longer than any payload that nobody asks for. No names and no
@@ -23,12 +28,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import redis
 
 from tailreplay.store.errors import StoreUnavailable
+from tailreplay.store.manifest_form import literal
 from tailreplay.store.manifest_seal import MARKS
 from tailreplay.store.namespace import NAMESPACE_BYTES, TENANT_BYTES
+from tailreplay.store.public_prefixes import PublicPrefix
 from tailreplay.store.quota import NO_LIMITS, Limits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from tailreplay.store.manifest_seal import Seal
     from tailreplay.store.redis_servers import RedisServers
@@ -43,7 +50,9 @@ _SCAN_COUNT = 1000
 _DAY_S = 24 * 3600
 _OWNER_DAYS = 3
 _PLACED_BY = b"a:"
-"""What says which of several servers has the three hashes."""
+"""What says which of several servers has the hashes."""
+_PUBLIC = b"public"
+_PUBLISHED = struct.Struct("<32sd")
 
 
 class Ledger:
@@ -144,18 +153,60 @@ class Ledger:
         else:
             self._delete(b"modes", [tenant])
 
-    def keys_of(self, namespace: bytes) -> list[bytes]:
-        """Every key that has payload or a manifest of a namespace; scans all of Redis."""
+    def published(self, known: Mapping[bytes, PublicPrefix]) -> dict[bytes, PublicPrefix]:
+        """Every public prefix by its name.
+
+        Args:
+            known: what is not read again, by name.
+        """
+        found = {}
+        for name, value in self._all(_PUBLIC).items():
+            prefix = known.get(name) or self._published(name, value)
+            if prefix is not None:
+                found[name] = prefix
+        return found
+
+    def publish(self, prefix: PublicPrefix) -> None:
+        """Writes a public prefix."""
+        name = prefix.prefix_hash
+        key, blocks = self._key(_blocks_of(name)), b"".join(prefix.blocks)
+        self._run(lambda: self._redis.set(key, self._seal.wrap(key, name, blocks)))
+        self._write(_PUBLIC, {name: _PUBLISHED.pack(prefix.namespace, prefix.added_at_s)})
+
+    def unpublish(self, prefix_hash: bytes) -> None:
+        """Takes a public prefix out."""
+        self._delete(_PUBLIC, [prefix_hash])
+        self._run(lambda: self._redis.unlink(self._key(_blocks_of(prefix_hash))))
+
+    def keys_of(self, namespace: bytes, names: Collection[bytes] | None = None) -> list[bytes]:
+        """Every key that has payload or a manifest of a namespace; scans all of Redis.
+
+        Args:
+            namespace: whose.
+            names: of prefixes, if only their keys are wanted.
+        """
+        manifests = self._prefix + b"m:" + namespace
         patterns = (
-            _literal(self._prefix + b"m:" + namespace) + b"*",
-            _literal(self._prefix + b"o:" + namespace.hex().encode()) + b"|*",
+            literal(manifests) + b"*",
+            literal(self._prefix + b"o:" + namespace.hex().encode()) + b"|*",
         )
+
+        in_hex = {name.hex().encode() for name in names or ()}
+
+        def is_wanted(key: bytes) -> bool:
+            if names is None:
+                return True
+            if key.startswith(manifests):
+                return key[len(manifests) :][:NAMESPACE_BYTES] in names
+            return not in_hex.isdisjoint(key.split(b"@"))
+
         return self._run(
             lambda: [
                 key
                 for client in self._servers.clients
                 for pattern in patterns
                 for key in client.scan_iter(match=pattern, count=_SCAN_COUNT)
+                if is_wanted(key)
             ]
         )
 
@@ -168,6 +219,18 @@ class Ledger:
     def close(self) -> None:
         """Closes the connections."""
         self._servers.close()
+
+    def _published(self, name: bytes, value: bytes) -> PublicPrefix | None:
+        """A public prefix as it was written; None if it is damaged."""
+        key = self._key(_blocks_of(name))
+        sealed: Any = self._run(lambda: self._redis.get(key))
+        names = self._seal.unwrap(key, name, sealed) if sealed is not None else None
+        if len(value) != _PUBLISHED.size or not names or len(names) % len(name):
+            logger.warning("a damaged public prefix is left out")
+            return None
+        space, added_at_s = _PUBLISHED.unpack(value)
+        blocks = [names[at : at + len(name)] for at in range(0, len(names), len(name))]
+        return PublicPrefix(space, tuple(blocks), added_at_s) if blocks[-1] == name else None
 
     def _all(self, table: bytes) -> dict[bytes, bytes]:
         key = self._key(table)
@@ -210,6 +273,5 @@ class Ledger:
             ) from error
 
 
-def _literal(text: bytes) -> bytes:
-    """A pattern of Redis that stands for itself."""
-    return b"".join(b"\\" + bytes([c]) if c in b"\\*?[]^-" else bytes([c]) for c in text)
+def _blocks_of(prefix_hash: bytes) -> bytes:
+    return _PUBLIC + b":" + prefix_hash

@@ -18,6 +18,7 @@ from tailreplay.store.manifest_form import (
     NAME_BYTES,
     NAMES_BYTES,
     children_key,
+    literal,
     pack_block,
     pack_entry,
     parsed_manifest,
@@ -227,17 +228,20 @@ class Manifests:
             pipe.hdel(key, field)
         return self._run(server, pipe.execute) is not None
 
-    def load(self, most: int = MOST_LOADED) -> list[tuple[Block, list[Entry]]]:
+    def load(
+        self, most: int = MOST_LOADED, namespace: bytes = b""
+    ) -> list[tuple[Block, list[Entry]]]:
         """Every manifest that can be read, ordered so that a block comes after the one before it.
 
         Args:
             most: manifests of each server; the others are found when they are looked for.
+            namespace: whose, if not all are wanted.
 
         Raises:
             StoreUnavailable: no server can be read.
         """
         each = [
-            self._run(server, partial(self._scan, client, most))
+            self._run(server, partial(self._scan, client, most, namespace))
             for server, client in enumerate(self._servers.clients)
         ]
         found = [manifests for manifests in each if manifests is not None]
@@ -251,10 +255,13 @@ class Manifests:
         """Closes the connections."""
         self._servers.close()
 
-    def _scan(self, client: redis.Redis, most: int) -> list[tuple[Block, list[Entry]]]:
+    def _scan(
+        self, client: redis.Redis, most: int, namespace: bytes
+    ) -> list[tuple[Block, list[Entry]]]:
         found: list[tuple[Block, list[Entry]]] = []
         keys: list[bytes] = []
-        for key in client.scan_iter(match=self._prefix + b"*", count=_SCAN_COUNT):
+        pattern = self._prefix + literal(namespace) + b"*"
+        for key in client.scan_iter(match=pattern, count=_SCAN_COUNT):
             if len(key) == len(self._prefix) + NAMES_BYTES:  # others are sets of children
                 keys.append(key)
             if len(keys) == _SCAN_COUNT:

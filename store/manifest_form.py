@@ -135,6 +135,11 @@ def parsed_manifest(
     return _unpack(names, {field: v for field, v in values.items() if v is not None})
 
 
+def literal(text: bytes) -> bytes:
+    """A pattern of Redis that stands for itself."""
+    return b"".join(b"\\" + bytes([c]) if c in b"\\*?[]^-" else bytes([c]) for c in text)
+
+
 def pack_block(block: Block) -> bytes:
     """Field `b`, without its seal."""
     head = _BLOCK.pack(block.first_token, len(block.page_hashes), block.parent_hash)

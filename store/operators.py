@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING, get_args
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import tokens as wire_tokens
-from tailreplay.store.eraser import Erased, Eraser
+from tailreplay.store.eraser import Eraser
 from tailreplay.store.errors import InvalidRequest, StoreUnavailable
 from tailreplay.store.namespace import NAMESPACE_BYTES, TENANT_BYTES
 from tailreplay.store.operator_pins import OperatorPin, OperatorPins
 from tailreplay.store.prompt import Prompt
 from tailreplay.store.quota import NO_LIMITS, NO_TENANT, Limits, TierName
+from tailreplay.store.tier_bytes import TIERS, tier_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from tailreplay.store.catalog import Catalog
+    from tailreplay.store.eraser import Erased
     from tailreplay.store.ledger import Ledger
     from tailreplay.store.record import Record
     from tailreplay.store.tiers import Tiers
@@ -33,11 +35,12 @@ MODES = ("exact", "tail", "auto", "off")
 _READ_AGAIN_S = 1.0
 _SWEEP_S = 600.0
 _MOST_ASKED = 1000
-_TIERS: dict[TierName, pb.Tier.ValueType] = {"cpu": pb.TIER_CPU, "redis": pb.TIER_REDIS}
 
 
 class Operators:
     """Pins, quotas, erasure and inspection of one store. Thread-safe.
+
+    `eraser` takes out what is to be forgotten.
 
     Args:
         catalog: what exists.
@@ -64,7 +67,7 @@ class Operators:
         self._tiers = tiers
         self._ledger = ledger
         self._clock = clock
-        self._eraser = Eraser(catalog, tiers, ledger)
+        self.eraser = Eraser(catalog, tiers, ledger)
         self.pins = pins
         # Touched by `tick` alone: when Redis was last read, and owners swept, and of how many
         # namespaces was asked.
@@ -166,9 +169,9 @@ class Operators:
             namespaces = None
         else:
             raise InvalidRequest("scope is not set, wanted everything, namespace or tenant")
-        done = self._eraser.clear(namespaces)
+        done = self.eraser.clear(namespaces)
         logger.info("cleared %s: %d objects", scope, _objects(done))
-        return pb.ClearResponse(removed=_removed(done))
+        return pb.ClearResponse(removed=tier_bytes(done.removed))
 
     def erase(self, request: pb.EraseRequest) -> pb.EraseResponse:
         """Erases a tenant, and says what a count finds afterwards.
@@ -181,11 +184,11 @@ class Operators:
         namespaces = set(self._quotas.namespaces(tenant))
         if self._ledger is not None:  # what other stores have of the tenant counts too
             namespaces |= self._ledger.namespaces_of(tenant)
-        done = self._eraser.erase(namespaces)
+        done = self.eraser.erase(namespaces)
         self._disown(namespaces)
         logger.info("erased a tenant: %d objects", _objects(done))
         return pb.EraseResponse(
-            removed=_removed(done),
+            removed=tier_bytes(done.removed),
             namespaces=len(namespaces),
             overwritten_bytes=done.overwritten_bytes,
             held_objects=done.held,
@@ -331,7 +334,7 @@ class Operators:
             size_bytes=record.size,
             provenance=pb.Provenance.ValueType(record.provenance),
             tiers=[
-                _TIERS[tier]
+                TIERS[tier]
                 for tier in get_args(TierName)
                 if (record.in_cpu if tier == "cpu" else record.in_redis)
             ],
@@ -361,17 +364,3 @@ def _tenant(tenant: bytes, *, or_none: bool = False) -> bytes:
 
 def _objects(done: Erased) -> int:
     return sum(count for (_, _, what), count in done.removed.items() if what == "objects")
-
-
-def _removed(done: Erased) -> list[pb.TierBytes]:
-    places = {(tier, kind) for tier, kind, _ in done.removed}
-    return [
-        pb.TierBytes(
-            tier=_TIERS[tier],
-            kind=pb.Kind.ValueType(kind),
-            objects=done.removed[tier, kind, "objects"],
-            bytes=done.removed[tier, kind, "bytes"],
-        )
-        for tier, kind in sorted(places)
-        if done.removed[tier, kind, "objects"]
-    ]

@@ -1,8 +1,9 @@
 """The public scope: prefixes that an operator stored for every tenant, as a system prompt is.
 
-Of what an administrator's token has stored, a tenant is shown whole blocks alone: the matched
-length moves in steps of 256 tokens, so whoever extends a guess token by token learns nothing from
-it, and must guess 256 tokens at once. Tenants write nothing there. Where a tenant has an object of
+Of what an administrator's token has stored, a tenant is shown what operators have registered
+(`public_prefixes.py`), and of that whole blocks alone: the matched length moves in steps of 256
+tokens, so whoever extends a guess token by token learns nothing from it, and must guess 256 tokens
+at once. Tenants write nothing there. Where a tenant has an object of
 its own, that one is used.
 """
 
@@ -30,7 +31,7 @@ def with_public(own: Match, public: Match, prompt: Prompt) -> Match:
 
     Args:
         own: the tenant's longest stored prefix of a prompt.
-        public: that of the public scope.
+        public: that of the public scope, of tokens that are registered.
         prompt: the prompt; names prefixes alike in both.
     """
     end = public.matched_tokens // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS

@@ -17,7 +17,6 @@ from tailreplay.store.misses import Miss
 from tailreplay.store.objects import Kind, ObjectName
 from tailreplay.store.pin_budget import PinBudget
 from tailreplay.store.pins import Pinned
-from tailreplay.store.public_scope import is_shown
 from tailreplay.store.row_sums import crc32c_of_rows
 from tailreplay.store.windows import Piece, is_urgent, windows
 
@@ -200,9 +199,7 @@ class Reader:
     ) -> Piece:
         record = self._catalog.record(ObjectName(namespace, Kind.CHECKPOINT, wanted.prefix_hash))
         if record is None and public is not None:
-            record = self._catalog.record(ObjectName(public, Kind.CHECKPOINT, wanted.prefix_hash))
-            if record is not None and not is_shown(record, record.end_token):
-                record = None
+            record = self._catalog.public_state(public, wanted.prefix_hash)
         first, end = wanted.first_token, wanted.end_token
         wrong = record is not None and record.end_token != end
         if end - first != 1 or wrong:

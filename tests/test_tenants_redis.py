@@ -7,12 +7,14 @@ import pytest
 import redis
 from lane_objects import WAIT_S
 from store_objects import Prefix, span_range
-from tokens_file import TENANTS, bearer, write_tokens
+from tokens_file import TENANTS, bearer, operating, write_tokens
 from waiting import until
 
 from tailreplay.connector.client import StoreClient
+from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
 from tailreplay.store.objects import Kind
+from tailreplay.store.tokens import to_wire
 
 pytestmark = pytest.mark.redis
 
@@ -60,10 +62,16 @@ def assert_apart(clients):
     assert rows == [MINE.rows(Kind.KV, 0, 600)]
 
 
-def test_a_restart_and_a_second_store_find_the_same_for_the_same_tenants(world, redis_server):
+def test_a_restart_and_a_second_store_find_the_same_for_the_same_tenants(
+    world, redis_server, tmp_path
+):
     with world() as (first, clients):
         lane_objects.put(clients["root"], SYSTEM)
         lane_objects.put(clients["acme"], MINE)
+        with operating(first, tmp_path) as admin:
+            admin.AddPublic(
+                pb.AddPublicRequest(namespace=SPACE, tokens=to_wire(SYSTEM.tokens)), timeout=WAIT_S
+            )
         until(lambda: not first.store.stats().redis_pending_bytes)
         assert_apart(clients)
         with world() as (_, others):  # learns of it by way of Redis
@@ -77,3 +85,43 @@ def test_a_restart_and_a_second_store_find_the_same_for_the_same_tenants(world, 
         for key in values.scan_iter(count=1000):
             assert SPACE not in key  # what clients call it is nobody's name there
             assert b"acme" not in key
+
+
+def test_a_closed_prefix_is_gone_from_redis_and_for_every_store(world, redis_server, tmp_path):
+    other = Prefix(SPACE, [*SYSTEM.ids[:300], *range(9000, 9300)])
+    with world() as (first, clients), world() as (second, others):
+        for prefix in (SYSTEM, other):
+            lane_objects.put(clients["root"], prefix)
+            with operating(first, tmp_path) as admin:
+                request = pb.AddPublicRequest(namespace=SPACE, tokens=to_wire(prefix.tokens))
+                admin.AddPublic(request, timeout=WAIT_S)
+        until(lambda: not first.store.stats().redis_pending_bytes)
+        until(lambda: matched(others["acme"], SYSTEM) == matched(others["acme"], other) == 512)
+        with operating(second, tmp_path) as admin:  # which has read and registered none of it
+            listed = admin.ListPublic(pb.ListPublicRequest(), timeout=WAIT_S).prefixes
+            assert [p.prefix_hash for p in listed] == [
+                prefix.chain.prefix_hash(512) for prefix in (SYSTEM, other)
+            ]
+            request = pb.RemovePublicRequest(prefix_hash=SYSTEM.chain.prefix_hash(512))
+            gone = admin.RemovePublic(request, timeout=WAIT_S)
+        assert (gone.has_redis, gone.kept_tokens) == (True, 256)
+        assert (gone.redis_keys_left, gone.cpu_objects_left) == (0, 0)
+        assert gone.redis_keys_deleted > 0
+        until(lambda: matched(clients["acme"], SYSTEM) == 256)
+        assert matched(clients["acme"], other) == matched(others["rival"], other) == 512
+        rows, _ = lane_objects.fetch(others["rival"], other, WHOLE)
+        assert rows == [other.rows(Kind.KV, 0, 512)]
+        names = [SYSTEM.chain.prefix_hash(end) for end in range(320, 701, 64)]
+        assert not keys_named(redis_server, names)
+    with world() as (_, again):
+        assert matched(again["rival"], SYSTEM) == 256
+        assert matched(again["rival"], other) == 512
+
+
+def keys_named(redis_server, names):
+    with redis.Redis.from_url(redis_server.url) as values:
+        return [
+            key
+            for key in values.scan_iter(count=1000)
+            if any(name in key or name.hex().encode() in key for name in names)
+        ]

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tailreplay.proto import store_pb2_grpc as rpc
 from tailreplay.store.credentials import Credentials
+from tailreplay.store.server import StoreServer
 
 
 def write_tokens(file: Path, **bearers: dict[str, Any]) -> Path:
@@ -27,6 +31,13 @@ def bearer(folder: Path, name: str, **more: Any) -> Credentials:
     file = folder / f"{name}.token"
     file.write_text(f"token-{name}\n")
     return Credentials(token_file=file, **more)
+
+
+@contextmanager
+def operating(server: StoreServer, folder: Path) -> Iterator[rpc.AdminStub]:
+    """The operators' door of a store, with the token of `root`."""
+    with bearer(folder, "root").channel(server.admin_address, []) as channel:
+        yield rpc.AdminStub(channel)
 
 
 TENANTS: dict[str, dict[str, Any]] = {

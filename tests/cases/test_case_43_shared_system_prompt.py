@@ -11,11 +11,12 @@ from case_helpers import (
     replica,
     tier_bytes,
 )
-from tokens_file import bearer, write_tokens
+from tokens_file import bearer, operating, write_tokens
 
 from tailreplay.connector.client import StoreClient
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
+from tailreplay.store.tokens import extended_tokens, to_wire
 
 pytestmark = pytest.mark.model
 
@@ -46,6 +47,12 @@ def test_a_public_prefix_is_prefilled_once_and_the_rest_stays_with_its_tenant(tm
         # One token more than the prefix, so that a state is kept at its very end.
         asked_by("root", [*SYSTEM, 0])
         assert (kv_objects(server), bool(tier_bytes(server))) == (3, True)
+        asked = pb.AddPublicRequest(
+            namespace=next(iter(server.store.catalog.namespaces())),
+            tokens=to_wire(extended_tokens(SYSTEM)),
+        )
+        with operating(server, tmp_path) as admin:
+            assert admin.AddPublic(asked, timeout=WAIT_S).stored_tokens == 512
         own = {name: SYSTEM + prompt(90, seed=i) for i, name in enumerate(TENANTS, 1)}
         for count, (name, tokens) in enumerate(own.items(), 1):
             out = asked_by(name, tokens)
