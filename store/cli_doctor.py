@@ -9,7 +9,6 @@ from contextlib import closing
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-import grpc
 import typer
 from pydantic import ValidationError
 
@@ -17,20 +16,11 @@ from tailreplay.proto import store_pb2 as pb
 from tailreplay.proto import store_pb2_grpc as rpc
 from tailreplay.store import cli_tables
 from tailreplay.store.address import checked_address, socket_path
-from tailreplay.store.cli_io import (
-    CREDENTIALS,
-    TIMEOUT_S,
-    Format,
-    FormatOption,
-    Output,
-    Quiet,
-    Url,
-    fail,
-    write,
-)
+from tailreplay.store.cli_command import TIMEOUT_S, Asked, called, command
+from tailreplay.store.cli_io import fail
 from tailreplay.store.cli_tables import human_bytes
-from tailreplay.store.config import PAYLOAD_TTL_S, StoreConfig, default_socket, explained
-from tailreplay.store.errors import from_rpc_error
+from tailreplay.store.config import PAYLOAD_TTL_S, StoreConfig, explained
+from tailreplay.store.errors import NotAllowed, NotAuthenticated, TailReplayError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,6 +34,7 @@ _MAX_PING_MS = 5.0
 _LEAST_REDIS = (6, 2)
 _SAMPLE = 200
 _PINGS = 5
+_DENIED = (NotAllowed, NotAuthenticated)
 
 
 class Check(NamedTuple):
@@ -55,8 +46,9 @@ class Check(NamedTuple):
     todo: str = ""
 
 
-@app.command()
+@command(app, operators=True)
 def doctor(
+    asked: Asked,
     redis_url: Annotated[
         str,
         typer.Option(
@@ -65,19 +57,21 @@ def doctor(
             show_default=False,
         ),
     ] = "",
-    url: Url = "",
-    output_format: FormatOption = Format.TERMINAL,
-    output: Output = None,
-    quiet: Quiet = False,
 ) -> None:
     """Look at a store, its shared memory and its Redis; code 1 when something has to be done."""
     try:
-        address = checked_address(url or default_socket())
+        address = checked_address(asked.address)
     except ValueError as error:
         fail(str(error))
-    checks = [*_socket(address), *_shared_memory(), *_store(address), *_redis(redis_url)]
+    checks = [
+        *_socket(address),
+        *_shared_memory(),
+        *_store(address),
+        *_operators(asked),
+        *_redis(redis_url),
+    ]
     facts = {"checks": [check._asdict() for check in checks]}
-    write(facts, cli_tables.checks, output_format, output, quiet)
+    asked.write(facts, cli_tables.checks)
     if any(check.state == "fail" for check in checks):
         raise typer.Exit(1)
 
@@ -116,20 +110,17 @@ def _shared_memory() -> Iterator[Check]:
 
 def _store(address: str) -> Iterator[Check]:
     try:
-        channel = CREDENTIALS.get().channel(address, [("grpc.enable_http_proxy", 0)])
-    except ValueError as error:
-        fail(str(error))
-    with channel:
-        stub = rpc.StoreStub(channel)
-        try:
-            began = time.monotonic()
-            about = stub.Describe(pb.DescribeRequest(), timeout=TIMEOUT_S)
-            took_ms = (time.monotonic() - began) * 1000
-            figures = stub.Stats(pb.StatsRequest(), timeout=TIMEOUT_S)
-        except grpc.RpcError as error:
-            why = str(from_rpc_error(error, address))
-            yield Check("store", "fail", why, "look at the store's log, or start one (`serve`)")
-            return
+        began = time.monotonic()
+        about = called(address, rpc.StoreStub, "Describe", pb.DescribeRequest(), TIMEOUT_S)
+        took_ms = (time.monotonic() - began) * 1000
+        figures = called(address, rpc.StoreStub, "Stats", pb.StatsRequest(), TIMEOUT_S)
+    except _DENIED as error:
+        todo = "name a file with an administrator's token (--token-file)"
+        yield Check("store", "warn", f"answers, and does not tell you: {error}", todo)
+        return
+    except TailReplayError as error:
+        yield Check("store", "fail", str(error), "look at the store's log, or start one (`serve`)")
+        return
     yield Check("store", "ok", f"answers in {took_ms:.1f} ms")
     ours = version("tailreplay")
     same = about.version == ours
@@ -145,6 +136,24 @@ def _store(address: str) -> Iterator[Check]:
         "synchronise clocks (NTP); manifests and payloads expire by Redis' clock" if skewed else ""
     )
     yield Check("clock", "fail" if skewed else "ok", clock, todo)
+
+
+def _operators(asked: Asked) -> Iterator[Check]:
+    """Whether operators' commands get through."""
+    if not asked.admin_url and not asked.address.startswith("unix:"):
+        yield Check("operators", "skip", "not looked at", "name their address with --admin-url")
+        return
+    address = asked.admin_address
+    try:
+        pins = called(address, rpc.AdminStub, "ListPins", pb.ListPinsRequest(), TIMEOUT_S).pins
+    except _DENIED as error:
+        todo = "name a file with an administrator's token (--token-file)"
+        yield Check("operators", "warn", str(error), todo)
+    except TailReplayError as error:
+        todo = "set admin_listen, or name it with --admin-url"
+        yield Check("operators", "fail", str(error), todo)
+    else:
+        yield Check("operators", "ok", f"{address} answers; {len(pins)} pins")
 
 
 def _limits(settings: Any) -> Iterator[Check]:  # noqa: ANN401 - a map of protobuf's

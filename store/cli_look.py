@@ -10,99 +10,72 @@ import typer
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import cli_tables
-from tailreplay.store.cli_io import (
-    TIMEOUT_S,
-    Format,
-    FormatOption,
-    Namespace,
-    Output,
-    Prompt,
-    Quiet,
-    Url,
-    ask,
-    fail,
-    namespace_of,
-    plain,
-    read_prompt,
-    write,
-)
-from tailreplay.store.config import default_socket
+from tailreplay.store.cli_command import Asked, command
+from tailreplay.store.cli_io import Namespace, Prompt, fail, plain, read_prompt
 from tailreplay.store.errors import InvalidRequest
 from tailreplay.store.tokens import extended_tokens, to_wire
 
 app = typer.Typer()
 
 
-@app.command()
+@command(app)
 def describe(
-    url: Url = "",
-    output_format: FormatOption = Format.TERMINAL,
-    output: Output = None,
-    quiet: Quiet = False,
+    asked: Asked,
 ) -> None:
     """What a store is: every setting in force, and its namespaces."""
-    answer = ask(url, lambda stub: stub.Describe(pb.DescribeRequest(), timeout=TIMEOUT_S))
-    write(plain(answer), cli_tables.describe, output_format, output, quiet)
+    answer = asked.store("Describe", pb.DescribeRequest())
+    asked.write(plain(answer), cli_tables.describe)
 
 
-@app.command()
+@command(app)
 def ping(
-    url: Url = "",
-    output_format: FormatOption = Format.TERMINAL,
-    output: Output = None,
-    quiet: Quiet = False,
+    asked: Asked,
 ) -> None:
     """Whether a store answers."""
-    answer = ask(url, lambda stub: stub.Describe(pb.DescribeRequest(), timeout=TIMEOUT_S))
-    facts = {"address": url or default_socket(), "version": answer.version, "serving": True}
-    write(facts, cli_tables.facts, output_format, output, quiet)
+    answer = asked.store("Describe", pb.DescribeRequest())
+    facts = {"address": asked.address, "version": answer.version, "serving": True}
+    asked.write(facts, cli_tables.facts)
 
 
-@app.command()
+@command(app)
 def stats(
-    url: Url = "",
+    asked: Asked,
     watch: Annotated[
         float, typer.Option(help="write again every so many seconds, 0 = once", min=0)
     ] = 0,
-    output_format: FormatOption = Format.TERMINAL,
-    output: Output = None,
-    quiet: Quiet = False,
 ) -> None:
     """Lookups, tokens, bytes by tier and kind, leases, damage found."""
     never = Event()
     while True:
-        answer = ask(url, lambda stub: stub.Stats(pb.StatsRequest(), timeout=TIMEOUT_S))
-        write(plain(answer), cli_tables.stats, output_format, output, quiet)
+        answer = asked.store("Stats", pb.StatsRequest())
+        asked.write(plain(answer), cli_tables.stats)
         if not watch or never.wait(watch):
             return
 
 
-@app.command()
+@command(app)
 def explain(
+    asked: Asked,
     prompt: Prompt,
     other: Annotated[
         Path | None, typer.Argument(help="a second prompt, to see where it leaves the first")
     ] = None,
     namespace: Namespace = "",
-    url: Url = "",
-    output_format: FormatOption = Format.TERMINAL,
-    output: Output = None,
-    quiet: Quiet = False,
 ) -> None:
     """Why a prompt hits or misses: what is stored of it, and where two prompts part."""
     try:
         ids = read_prompt(prompt)
         if other is not None:
             facts = _compare(ids, read_prompt(other))
-            write(facts, cli_tables.facts, output_format, output, quiet)
+            asked.write(facts, cli_tables.facts)
             return
-        space = namespace_of(namespace, url)
-        request = pb.MatchRequest(namespace=space, tokens=to_wire(extended_tokens(ids)))
+        tokens = to_wire(extended_tokens(ids))
     except InvalidRequest as error:
         fail(str(error))
-    answer = ask(url, lambda stub: stub.Match(request, timeout=TIMEOUT_S))
+    space = asked.sent_namespace(namespace)
+    answer = asked.store("Match", pb.MatchRequest(namespace=space, tokens=tokens))
     facts = {"prompt_tokens": len(ids), **plain(answer)}
-    write(facts, cli_tables.explain, output_format, output, quiet)
+    asked.write(facts, cli_tables.explain)
 
 
 def _compare(first: list[int], second: list[int]) -> dict[str, Any]:

@@ -4,31 +4,15 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import cli_tables
-from tailreplay.store.cli_io import (
-    ADMIN_TIMEOUT_S,
-    AdminUrl,
-    Format,
-    FormatOption,
-    Output,
-    Quiet,
-    Url,
-    ask_admin,
-    fail,
-    plain,
-    write,
-)
+from tailreplay.store.cli_command import Asked, command
+from tailreplay.store.cli_io import fail, plain
 from tailreplay.store.namespace import TENANT_BYTES, tenant_digest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tailreplay.proto import store_pb2_grpc as rpc
 
 app = typer.Typer()
 quota = typer.Typer(no_args_is_help=True, help="How much each tenant may store.")
@@ -69,8 +53,9 @@ def tenant_of(name: str, digest: bool) -> bytes:
     return found
 
 
-@quota.command("set")
+@command(quota, "set", operators=True)
 def set_quota(
+    asked: Asked,
     tenant: Tenant,
     cpu: Annotated[
         str | None, typer.Option(help="most in the CPU tier, such as 512MiB", show_default=False)
@@ -79,11 +64,6 @@ def set_quota(
         str | None, typer.Option(help="most in Redis, such as 20GiB", show_default=False)
     ] = None,
     digest: Digest = False,
-    url: Url = "",
-    admin_url: AdminUrl = "",
-    output_format: FormatOption = Format.TERMINAL,
-    output: Output = None,
-    quiet: Quiet = False,
 ) -> None:
     """Limit a tenant; what is over goes at once, its own oldest objects first."""
     if cpu is None and redis is None:
@@ -93,66 +73,48 @@ def set_quota(
         cpu_bytes=None if cpu is None else _bytes("--cpu", cpu),
         redis_bytes=None if redis is None else _bytes("--redis", redis),
     )
-    answer = ask_admin(url, admin_url, lambda stub: stub.SetQuota(request, timeout=ADMIN_TIMEOUT_S))
-    write(plain(answer), cli_tables.facts, output_format, output, quiet)
+    answer = asked.admin("SetQuota", request)
+    asked.write(plain(answer), cli_tables.facts)
 
 
-@quota.command("get")
+@command(quota, "get", operators=True)
 def get_quota(
+    asked: Asked,
     tenant: Tenant,
     digest: Digest = False,
-    url: Url = "",
-    admin_url: AdminUrl = "",
-    output_format: FormatOption = Format.TERMINAL,
-    output: Output = None,
-    quiet: Quiet = False,
 ) -> None:
     """What a tenant uses, and may."""
-    answer = ask_admin(url, admin_url, _listing(tenant_of(tenant, digest)))
-    write(plain(answer.tenants[0]), cli_tables.facts, output_format, output, quiet)
+    answer = _listed(asked, tenant_of(tenant, digest))
+    asked.write(plain(answer.tenants[0]), cli_tables.facts)
 
 
-@quota.command("list")
+@command(quota, "list", operators=True)
 def list_quotas(
-    url: Url = "",
-    admin_url: AdminUrl = "",
-    output_format: FormatOption = Format.TERMINAL,
-    output: Output = None,
-    quiet: Quiet = False,
+    asked: Asked,
 ) -> None:
     """What every tenant uses, and may; names are not known to a store."""
-    answer = ask_admin(url, admin_url, _listing(b""))
-    write(plain(answer), cli_tables.tenants, output_format, output, quiet)
+    answer = _listed(asked)
+    asked.write(plain(answer), cli_tables.tenants)
 
 
-@quota.command("delete")
+@command(quota, "delete", operators=True)
 def delete_quota(
+    asked: Asked,
     tenant: Tenant,
     digest: Digest = False,
-    url: Url = "",
-    admin_url: AdminUrl = "",
-    output_format: FormatOption = Format.TERMINAL,
-    output: Output = None,
-    quiet: Quiet = False,
 ) -> None:
     """Take a tenant's limits away."""
     request = pb.DeleteQuotaRequest(tenant=tenant_of(tenant, digest))
-    answer = ask_admin(
-        url, admin_url, lambda stub: stub.DeleteQuota(request, timeout=ADMIN_TIMEOUT_S)
-    )
-    write(plain(answer), cli_tables.facts, output_format, output, quiet)
+    answer = asked.admin("DeleteQuota", request)
+    asked.write(plain(answer), cli_tables.facts)
 
 
-@mode.command("set")
+@command(mode, "set", operators=True)
 def set_mode(
+    asked: Asked,
     tenant: Tenant,
     wanted: Annotated[ModeName, typer.Argument(help="unset takes it back")],
     digest: Digest = False,
-    url: Url = "",
-    admin_url: AdminUrl = "",
-    output_format: FormatOption = Format.TERMINAL,
-    output: Output = None,
-    quiet: Quiet = False,
 ) -> None:
     """The mode of a tenant's requests where neither they nor their engine name one.
 
@@ -160,14 +122,16 @@ def set_mode(
     """
     name = "" if wanted is ModeName.UNSET else wanted.value
     request = pb.SetModeRequest(tenant=tenant_of(tenant, digest), mode=name)
-    ask_admin(url, admin_url, lambda stub: stub.SetMode(request, timeout=ADMIN_TIMEOUT_S))
-    answer = ask_admin(url, admin_url, _listing(request.tenant))
-    write(plain(answer.tenants[0]), cli_tables.facts, output_format, output, quiet)
+    asked.admin("SetMode", request)
+    answer = _listed(asked, request.tenant)
+    asked.write(plain(answer.tenants[0]), cli_tables.facts)
 
 
-def _listing(tenant: bytes) -> Callable[[rpc.AdminStub], pb.ListTenantsResponse]:
-    request = pb.ListTenantsRequest(tenant=tenant)
-    return lambda stub: stub.ListTenants(request, timeout=ADMIN_TIMEOUT_S)
+def _listed(asked: Asked, tenant: bytes = b"") -> pb.ListTenantsResponse:
+    answer: pb.ListTenantsResponse = asked.admin(
+        "ListTenants", pb.ListTenantsRequest(tenant=tenant)
+    )
+    return answer
 
 
 def _bytes(name: str, text: str) -> int:

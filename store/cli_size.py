@@ -9,19 +9,8 @@ import typer
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import cli_tables
-from tailreplay.store.cli_io import (
-    TIMEOUT_S,
-    Format,
-    FormatOption,
-    Namespace,
-    Output,
-    Quiet,
-    Url,
-    ask,
-    fail,
-    namespace_of,
-    write,
-)
+from tailreplay.store.cli_command import Asked, command
+from tailreplay.store.cli_io import Namespace, fail
 from tailreplay.store.errors import InvalidRequest
 from tailreplay.store.geometry import Dtype, checkpoint_geometry, hidden_geometry, kv_geometry
 from tailreplay.store.json_file import read_json
@@ -37,8 +26,9 @@ class Costs(NamedTuple):
     checkpoint: int
 
 
-@app.command()
+@command(app)
 def size(
+    asked: Asked,
     tokens: Annotated[int, typer.Option(help="tokens of a prompt", min=1)],
     sessions: Annotated[int, typer.Option(help="prompts to be kept at a time", min=1)] = 1,
     shared: Annotated[int, typer.Option(help="first tokens that all of them share", min=0)] = 0,
@@ -51,16 +41,12 @@ def size(
         str, typer.Option(help="float32, bfloat16 or float16; default: the config's, or bfloat16")
     ] = "",
     namespace: Namespace = "",
-    url: Url = "",
-    output_format: FormatOption = Format.TERMINAL,
-    output: Output = None,
-    quiet: Quiet = False,
 ) -> None:
     """How much room prompts need: keys and values, hiddens, checkpoints."""
     if shared > tokens:
         fail(f"shared is {shared}, wanted at most tokens, {tokens}")
     try:
-        costs = _of_config(config, dtype) if config is not None else _of_store(namespace, url)
+        costs = _of_config(config, dtype) if config is not None else _of_store(asked, namespace)
     except InvalidRequest as error:
         fail(str(error))
     stored = shared + sessions * (tokens - shared)
@@ -80,12 +66,12 @@ def size(
         "total_bytes": kv + hidden + checkpoints,
         "least_for_exact_bytes": least,
     }
-    write(facts, cli_tables.facts, output_format, output, quiet)
+    asked.write(facts, cli_tables.facts)
 
 
-def _of_store(namespace: str, url: str) -> Costs:
-    wanted = namespace_of(namespace, url)
-    answer = ask(url, lambda stub: stub.Describe(pb.DescribeRequest(), timeout=TIMEOUT_S))
+def _of_store(asked: Asked, namespace: str) -> Costs:
+    wanted = asked.namespace(namespace)
+    answer = asked.store("Describe", pb.DescribeRequest())
     for space in answer.namespaces:
         if space.namespace == wanted and space.kv_bytes_per_token:
             return Costs(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from rich.measure import Measurement
@@ -134,6 +136,29 @@ def removed(console: Console, answer: dict[str, Any]) -> None:
     facts(console, {name: value for name, value in answer.items() if name != "removed"})
 
 
+def public(console: Console, answer: dict[str, Any]) -> None:
+    """Every public prefix."""
+    table = _table("prefix", "tokens", "stored", "cpu", "redis", "since")
+    for row in answer["prefixes"]:
+        in_tier = Counter[str]()
+        for place in row["tiers"]:
+            in_tier[word(place["tier"])] += place["bytes"]
+        table.add_row(
+            row["prefix_hash"],
+            str(row["tokens"]),
+            str(row["stored_tokens"]),
+            human_bytes(in_tier["cpu"]),
+            human_bytes(in_tier["redis"]),
+            _date(row["added_at_s"]),
+        )
+    _print(console, table)
+
+
+def public_prefix(console: Console, answer: dict[str, Any]) -> None:
+    """One public prefix."""
+    public(console, {"prefixes": [answer]})
+
+
 def checks(console: Console, answer: dict[str, Any]) -> None:
     """What was looked at, what was found, and what to do."""
     marks = {"ok": "ok", "warn": "look", "fail": "FAIL", "skip": "-"}
@@ -152,6 +177,10 @@ def top(console: Console, answer: dict[str, Any]) -> None:
     facts(console, {name: value for name, value in answer.items() if name != "tenants"})
     if answer["tenants"]:
         tenants(console, answer)
+
+
+def _date(at_s: float) -> str:
+    return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M")
 
 
 def _limit(size: int | None) -> str:

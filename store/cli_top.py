@@ -10,50 +10,36 @@ import typer
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import cli_tables
-from tailreplay.store.cli_io import (
-    TIMEOUT_S,
-    AdminUrl,
-    Format,
-    FormatOption,
-    Output,
-    Quiet,
-    Url,
-    ask,
-    ask_admin,
-    plain,
-    write,
-)
+from tailreplay.store.cli_command import Asked, command
+from tailreplay.store.cli_io import plain
 
 app = typer.Typer()
 
 _BYTES = ("stored_bytes", "served_bytes", "evicted_bytes")
 
 
-@app.command()
+@command(app, operators=True)
 def top(
+    asked: Asked,
     every: Annotated[float, typer.Option(help="seconds between looks", min=0.05)] = 2.0,
     looks: Annotated[int, typer.Option(help="how many, 0 = until stopped", min=0)] = 0,
-    url: Url = "",
-    admin_url: AdminUrl = "",
-    output_format: FormatOption = Format.TERMINAL,
-    output: Output = None,
-    quiet: Quiet = False,
 ) -> None:
     """Lookups, hits and bytes a second; how full the pool is, and of whom."""
     never = Event()
-    before, then = _stats(url), time.monotonic()
+    before, then = _stats(asked), time.monotonic()
     done = 0
     while not looks or done < looks:
         never.wait(every)
-        now, at = _stats(url), time.monotonic()
+        now, at = _stats(asked), time.monotonic()
         facts = _rates(before, now, at - then)
-        facts["tenants"] = _tenants(url, admin_url)
-        write(facts, cli_tables.top, output_format, output, quiet)
+        facts["tenants"] = _tenants(asked)
+        asked.write(facts, cli_tables.top)
         before, then, done = now, at, done + 1
 
 
-def _stats(url: str) -> pb.StatsResponse:
-    return ask(url, lambda stub: stub.Stats(pb.StatsRequest(), timeout=TIMEOUT_S))
+def _stats(asked: Asked) -> pb.StatsResponse:
+    figures: pb.StatsResponse = asked.store("Stats", pb.StatsRequest())
+    return figures
 
 
 def _rates(before: pb.StatsResponse, now: pb.StatsResponse, seconds: float) -> dict[str, Any]:
@@ -78,10 +64,9 @@ def _rates(before: pb.StatsResponse, now: pb.StatsResponse, seconds: float) -> d
     }
 
 
-def _tenants(url: str, admin_url: str) -> list[dict[str, Any]]:
+def _tenants(asked: Asked) -> list[dict[str, Any]]:
     """The ten that fill most of the pool."""
-    request = pb.ListTenantsRequest()
-    answer = ask_admin(url, admin_url, lambda stub: stub.ListTenants(request, timeout=TIMEOUT_S))
+    answer = asked.admin("ListTenants", pb.ListTenantsRequest())
     most = sorted(answer.tenants, key=lambda tenant: tenant.cpu_bytes, reverse=True)[:10]
     rows: list[dict[str, Any]] = plain(pb.ListTenantsResponse(tenants=most))["tenants"]
     return rows

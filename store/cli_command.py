@@ -1,0 +1,250 @@
+"""Commands that ask a store: their options in common, and the one way to ask, and to answer.
+
+A command is a function of an `Asked` and of what it takes beside that:
+
+    @command(app)
+    def ping(asked: Asked) -> None:
+        asked.write(plain(asked.store("Describe", pb.DescribeRequest())), cli_tables.facts)
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import grpc
+import typer
+
+from tailreplay.proto import store_pb2 as pb
+from tailreplay.proto import store_pb2_grpc as rpc
+from tailreplay.store.address import checked_address
+from tailreplay.store.cli_io import CREDENTIALS, Format, fail, write
+from tailreplay.store.config import default_socket
+from tailreplay.store.errors import (
+    InvalidRequest,
+    StoreUnavailable,
+    TailReplayError,
+    from_rpc_error,
+)
+from tailreplay.store.namespace import NAMESPACE_BYTES
+from tailreplay.store.tls_probe import tls_fault
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from google.protobuf.message import Message
+    from rich.console import Console
+
+    Table = Callable[[Console, dict[str, Any]], None]
+
+TIMEOUT_S = 5.0
+ADMIN_TIMEOUT_S = 300.0
+"""An erasure scans all of Redis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What every command that asks a store is given.
+
+    Attributes:
+        url: the store's address; empty = the sidecar's socket.
+        admin_url: its address for operators; empty = beside its socket.
+        output_format: how the answer is written.
+        output: file that it goes to; None = standard output.
+        quiet: whether nothing is written.
+    """
+
+    url: str
+    admin_url: str
+    output_format: Format
+    output: Path | None
+    quiet: bool
+
+    @property
+    def address(self) -> str:
+        """The store's address."""
+        return self.url or default_socket()
+
+    @property
+    def admin_address(self) -> str:
+        """Where the store listens for operators; ends the command if that is not known."""
+        if not self.admin_url and not self.address.startswith("unix:"):
+            fail(f"operators' address of {self.address} is not known, wanted --admin-url")
+        return self.admin_url or f"{self.address}.admin"
+
+    def store(self, rpc_name: str, request: Message) -> Any:  # noqa: ANN401 - as the RPC says
+        """Calls the Store service; an error ends the command with a message and code 1."""
+        return _or_fail(self.address, rpc.StoreStub, rpc_name, request, TIMEOUT_S)
+
+    def admin(self, rpc_name: str, request: Message) -> Any:  # noqa: ANN401 - as the RPC says
+        """As `store`, of the Admin service."""
+        return _or_fail(self.admin_address, rpc.AdminStub, rpc_name, request, ADMIN_TIMEOUT_S)
+
+    def write(self, facts: dict[str, Any], table: Table) -> None:
+        """Writes an answer where and as it is wanted."""
+        write(facts, table, self.output_format, self.output, self.quiet)
+
+    def namespace(self, given: str) -> bytes:
+        """A namespace as the store lists it: the one given, or the only one there is."""
+        return self._named(given, lambda space: space.namespace)
+
+    def sent_namespace(self, given: str) -> bytes:
+        """A namespace as engines call it, among those that the caller's token reads."""
+        return self._named(given, _readable)
+
+    def public_namespace(self, given: str) -> bytes:
+        """A namespace of the public scope."""
+        return self._named(given, lambda space: space.namespace if space.is_public else b"")
+
+    def _named(self, given: str, name: Callable[[pb.NamespaceInfo], bytes]) -> bytes:
+        if given:
+            return _from_hex(given)
+        answer: pb.DescribeResponse = self.store("Describe", pb.DescribeRequest())
+        found = {name(space) for space in answer.namespaces} - {b""}
+        if len(found) != 1:
+            fail(_which(found, answer))
+        return found.pop()
+
+
+_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "url": (
+        Annotated[
+            str,
+            typer.Option(
+                "--url", help="store address", envvar="TAILREPLAY_LISTEN", show_default=False
+            ),
+        ],
+        "",
+    ),
+    "admin_url": (
+        Annotated[
+            str,
+            typer.Option(
+                "--admin-url",
+                help="where the store listens for operators; default: beside its socket",
+                envvar="TAILREPLAY_ADMIN_LISTEN",
+                show_default=False,
+            ),
+        ],
+        "",
+    ),
+    "output_format": (
+        Annotated[Format, typer.Option("--format", help="how to write the answer")],
+        Format.TERMINAL,
+    ),
+    "output": (
+        Annotated[
+            Path | None,
+            typer.Option("--output", help="write the answer to this file", show_default=False),
+        ],
+        None,
+    ),
+    "quiet": (
+        Annotated[bool, typer.Option("-q", "--quiet", help="write nothing; the exit code tells")],
+        False,
+    ),
+}
+
+
+def command(
+    app: typer.Typer, name: str | None = None, *, operators: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a function a command with the options that all have.
+
+    Args:
+        app: the group that it joins.
+        name: of the command; the function's if None.
+        operators: whether it asks the Admin service, and so takes `--admin-url`.
+    """
+    shared = {k: v for k, v in _OPTIONS.items() if operators or k != "admin_url"}
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        own = [*inspect.signature(function, eval_str=True).parameters.values()][1:]
+
+        def run(**given: Any) -> None:  # noqa: ANN401 - as the function takes them
+            options = {key: given.pop(key, "") for key in _OPTIONS}
+            function(Asked(**options), **given)
+
+        options = [
+            inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+            for key, (kind, default) in shared.items()
+        ]
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + options
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        run.__name__, run.__doc__ = function.__name__, function.__doc__
+        app.command(name)(run)
+        return function
+
+    return register
+
+
+def called(
+    url: str, stub: Callable[[grpc.Channel], Any], rpc_name: str, request: Message, timeout_s: float
+) -> Any:  # noqa: ANN401 - as the RPC says
+    """Calls an RPC.
+
+    Raises:
+        InvalidRequest: the address, or a file of the credentials, is of no use.
+        TailReplayError: as the store says, or why it is not reached.
+    """
+    credentials = CREDENTIALS.get()
+    try:
+        address = checked_address(url)
+        channel = credentials.channel(address, [("grpc.enable_http_proxy", 0)])
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from None
+    with channel:
+        try:
+            return getattr(stub(channel), rpc_name)(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            failure = from_rpc_error(error, address)
+            if isinstance(failure, StoreUnavailable):
+                failure = StoreUnavailable(tls_fault(address, credentials) or str(failure))
+            raise failure from None
+
+
+def _or_fail(
+    url: str, stub: Callable[[grpc.Channel], Any], rpc_name: str, request: Message, timeout_s: float
+) -> Any:  # noqa: ANN401 - as the RPC says
+    try:
+        return called(url, stub, rpc_name, request, timeout_s)
+    except TailReplayError as error:
+        fail(str(error))
+
+
+def _readable(space: pb.NamespaceInfo) -> bytes:
+    """What Match takes for a namespace, if the caller's token reads it; nothing if not."""
+    own = space.namespace == space.sent_namespace
+    return space.sent_namespace if own or space.is_public else b""
+
+
+def _from_hex(given: str) -> bytes:
+    try:
+        namespace = bytes.fromhex(given)
+    except ValueError:
+        namespace = b""
+    if len(namespace) != NAMESPACE_BYTES:
+        fail(f"namespace is {given!r}, wanted {2 * NAMESPACE_BYTES} hex digits (see `describe`)")
+    return namespace
+
+
+def _which(found: Collection[bytes], answer: pb.DescribeResponse) -> str:
+    """Why a store's namespaces do not say which is meant, and what does."""
+    if found:
+        return (
+            f"the store has {len(found)} namespaces, wanted --namespace to name one "
+            "(see `describe`)"
+        )
+    if answer.namespaces:
+        return (
+            f"of {len(answer.namespaces)} namespaces none is known to be readable with your token: "
+            "a store learns what engines call one when they use it; wanted --namespace, as engines "
+            "call it"
+        )
+    return (
+        "the store names no namespace: nothing is stored yet, or nothing with your token since the "
+        "store's start; wanted --namespace, as engines call it"
+    )
