@@ -273,7 +273,9 @@ class Run(_message.Message):
     first_token: _builtins.int
     end_token: _builtins.int
     tail_figures: _builtins.bytes
-    """Hiddens only: tail figures of the page in which the run ends, as they were put."""
+    """Tail figures of the page in which the run ends, as they were put with its hiddens; those may
+    be gone.
+    """
     def __init__(
         self,
         *,

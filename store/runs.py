@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from tailreplay.store.blocks import NONE, PAGES
-from tailreplay.store.objects import Kind, Provenance
+from tailreplay.store.objects import PAGE_TOKENS, Kind, Provenance
 from tailreplay.store.record import APPROXIMATE, EXISTS, IN_CPU
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Run(NamedTuple):
     """Tokens [first_token, end_token) of one kind, all in one tier with one provenance.
 
-    The tail figures are those of its last object.
+    The tail figures are those of the page in which it ends, whether or not its hiddens still exist.
     """
 
     kind: Kind
@@ -30,7 +30,7 @@ class Run(NamedTuple):
     end_token: int
     in_cpu: bool
     provenance: Provenance
-    tail_figures: bytes
+    tail_figures: bytes = b""
 
 
 def runs_along(
@@ -42,10 +42,21 @@ def runs_along(
     rows = np.array(path)
     kv = np.frombuffer(blocks.kv, np.int32)[rows]
     pages = np.frombuffer(blocks.pages, np.int32).reshape(-1, PAGES)[rows].ravel()
-    return (
-        *_runs_of(Kind.KV, objects, kv, matched),
-        *_runs_of(Kind.HIDDEN, objects, pages[pages != NONE], matched),
+    return tuple(
+        run._replace(tail_figures=_figures(objects, pages, run.end_token))
+        for run in (
+            *_runs_of(Kind.KV, objects, kv, matched),
+            *_runs_of(Kind.HIDDEN, objects, pages[pages != NONE], matched),
+        )
     )
+
+
+def _figures(objects: Objects, pages: npt.NDArray[np.int32], end: int) -> bytes:
+    """Of the page in which a prefix of `end` tokens ends; none that are not exact."""
+    row = int(pages[(end - 1) // PAGE_TOKENS])
+    if row == NONE or objects.states[row] & APPROXIMATE:
+        return b""
+    return objects.figures(row)
 
 
 def _runs_of(
@@ -66,5 +77,4 @@ def _runs_of(
         state = int(alike[start])
         provenance = Provenance.APPROXIMATE if state & APPROXIMATE else Provenance.EXACT
         end = min(int(ends[stop - 1]), matched)
-        figures = objects.figures(int(rows[stop - 1]))
-        yield Run(kind, int(firsts[start]), end, bool(state & IN_CPU), provenance, figures)
+        yield Run(kind, int(firsts[start]), end, bool(state & IN_CPU), provenance)

@@ -83,6 +83,25 @@ def test_a_request_matches_exactly_the_tokens_it_shares(one_sequence, m):
     assert [node.first_token for node in found.path] == list(range(0, m, 256))
 
 
+@pytest.mark.parametrize("m", [500, 580, 640, 1000])
+@pytest.mark.parametrize("hiddens_from", [0, 576, 1000])
+def test_keys_and_values_tell_the_tail_figures_of_pages_whose_hiddens_are_gone(m, hiddens_from):
+    index, prefix = TokenIndex(), Prefix(SPACE, BASE[:1000])
+    store(index, prefix, Kind.KV, Kind.HIDDEN)
+    for kind, _, end in prefix.spans(Kind.HIDDEN):
+        page = index.find(prefix.prompt, kind, end)
+        page.tail_figures = end.to_bytes(6, "little")
+        if end > hiddens_from:
+            lose(index, page)
+    kv = match(index, branch(BASE, m, range(9))).runs[0]
+    assert (kv.kind, kv.end_token) == (Kind.KV, m)
+    assert kv.tail_figures == min(-(-m // 64) * 64, 1000).to_bytes(6, "little")
+    index.find(prefix.prompt, Kind.KV, 512).in_cpu = False
+    early, *late = (r for r in match(index, BASE[:m]).runs if r.kind == Kind.KV)
+    assert early.tail_figures == (256).to_bytes(6, "little")
+    assert [r.tail_figures for r in late] == [kv.tail_figures][: m > 512]
+
+
 @pytest.mark.parametrize("n", [*BOUNDARIES, 4000, 4100])
 def test_a_shorter_or_longer_request_matches_all_that_is_common(one_sequence, n):
     assert match(one_sequence, range(n)).matched_tokens == min(n, 4000)
