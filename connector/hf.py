@@ -114,6 +114,7 @@ class HybridEngine:
             self._model.kv_heads,
             len(self._model.hidden_sources),
             tails_by_group=True,
+            replays_tokens=True,
         )
         self._owns_client = not isinstance(store, StoreClient)
         self._client = (

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tailreplay.connector.hf_as_of import as_of
 from tailreplay.connector.plan import FetchPlan, prefill_cuts
 from tailreplay.replay.linear_state import LinearState
 from tailreplay.store.objects import PAGE_TOKENS, Kind
@@ -97,7 +98,10 @@ class PromptRun:
         kept: dict[int, States] = {}
         approximate = None
         if plan.replay_first is not None:
-            self._replay(cache, plan, load, states)
+            if plan.from_tokens:
+                self._replay_tokens(cache, plan, wait_kv)
+            else:
+                self._replay(cache, plan, load, states)
             if not plan.exact:
                 approximate = self._model.states(cache)
             elif plan.checkpoint_token != plan.used_tokens:
@@ -207,6 +211,19 @@ class PromptRun:
             self._report.event(f"replay:{'embeddings' if group.source is None else group.source}")
             with self._report.phase("replay"):
                 self._model.replay_group(group, rows, cache, initial)
+
+    def _replay_tokens(
+        self, cache: DynamicCache, plan: FetchPlan, wait_kv: Callable[[int], None]
+    ) -> None:
+        """Rebuilds all states from the tail's tokens, which attend to the loaded KV."""
+        model, first = self._model, plan.replay_first or 0
+        self._report.event("replay:tokens")
+        model.set_states(cache, self._zero_states())
+        earlier = as_of(cache, first)
+        with self._report.phase("replay"), model.waiting(wait_kv):
+            for start in range(first, plan.prefill_from, self._chunk_tokens):
+                end = min(start + self._chunk_tokens, plan.prefill_from)
+                model.forward(self._tokens[start:end], earlier)
 
     def _prefill(
         self,

@@ -12,11 +12,13 @@ from tailreplay.connector.plan import ModelShape, plan_fetch, plan_put, prefill_
 from tailreplay.connector.policy import CachePolicy
 from tailreplay.connector.stored import NOTHING, StoredCheckpoint, StoredPrefix, stored_prefix
 from tailreplay.connector.tail_figures import pack, tails_within
+from tailreplay.connector.tail_plan import HIDDEN_ROW_WORK, TOKENS_ERROR
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.objects import Kind
 
 SHAPE = ModelShape(fa_layers=3, kv_heads=2, hidden_sources=2)
 BY_GROUP = replace(SHAPE, tails_by_group=True)
+TOKENS_TOO = replace(BY_GROUP, replays_tokens=True)
 EXACT, APPROXIMATE = pb.PROVENANCE_EXACT, pb.PROVENANCE_APPROXIMATE
 MOST = 3000
 
@@ -71,6 +73,7 @@ shapes = st.builds(
     kv_heads=st.integers(1, 3),
     hidden_sources=st.integers(0, 3),
     tails_by_group=st.booleans(),
+    replays_tokens=st.booleans(),
 )
 prompts = st.integers(1, MOST + 100)
 
@@ -135,7 +138,12 @@ def test_all_state_that_the_model_runs_on_has_a_source(stored, prompt, policy, s
     for layer in range(shape.fa_layers if plan.prefill_from else 0):
         kv = ranges_of(plan, Kind.KV)[layer]
         assert (kv.first_unit, kv.units) == (layer * shape.kv_heads, shape.kv_heads)
-    if plan.replay_first is not None:
+    if plan.from_tokens:
+        assert (plan.mode, plan.exact, plan.replay_firsts) == ("tail", False, ())
+        assert shape.replays_tokens
+        assert ranges_of(plan, Kind.HIDDEN) == []
+        assert plan.used_tokens == min(stored.matched_tokens, prompt - 1, stored.kv_tokens)
+    elif plan.replay_first is not None:
         replayed = ranges_of(plan, Kind.HIDDEN)[: shape.hidden_sources]
         assert [r.first_unit for r in replayed] == list(range(shape.hidden_sources))
         firsts = plan.replay_firsts or [plan.replay_first] * shape.hidden_sources
@@ -194,7 +202,8 @@ def test_a_tail_of_auto_is_what_the_figures_ask_for_within_the_budget(
     plan = plan_fetch(stored, prompt, policy.model_copy(update={"mode": "auto"}), shape)
     if plan.mode != "tail":
         return
-    tails = tails_within(stored.figures_at(plan.used_tokens), policy.error_budget)
+    budget = policy.error_budget / (TOKENS_ERROR if plan.from_tokens else 1)
+    tails = tails_within(stored.figures_at(plan.used_tokens), budget)
     assert plan.tail_wanted == max(tails) <= policy.max_replay_tokens
     firsts = plan.replay_firsts or [plan.replay_first] * len(tails)
     assert len(firsts) == len(tails)
@@ -262,6 +271,52 @@ def test_tail_takes_the_largest_boundary_whose_tail_is_stored(stored, prompt, po
     usable = min(stored.matched_tokens, prompt - 1, stored.kv_tokens)
     tails = (b for b in range(usable, 0, -1) if stored.has_hidden(b - tail_rows(b, policy), b))
     assert plan.used_tokens == next(tails, 0)
+
+
+@given(stored_prefixes(), prompts, policies)
+def test_an_engine_that_replays_tokens_never_does_more_work_for_a_tail(stored, prompt, policy):
+    policy = policy.model_copy(update={"mode": "tail"})
+    usable = min(stored.matched_tokens, prompt - 1, stored.kv_tokens)
+    work = []
+    for shape in (SHAPE, replace(SHAPE, replays_tokens=True)):
+        plan = plan_fetch(stored, prompt, policy, shape)
+        row = 1 if plan.from_tokens else HIDDEN_ROW_WORK
+        work.append(usable - plan.used_tokens + row * plan.replayed_tokens)
+    assert work[1] <= work[0]
+
+
+def test_a_tail_without_hiddens_is_of_tokens_unless_it_would_be_the_whole_prefix():
+    bare = StoredPrefix(1000, b"leaf", 1000)
+    how = CachePolicy(mode="tail")
+    plan = plan_fetch(bare, 1001, how, TOKENS_TOO)
+    assert (plan.mode, plan.exact, plan.used_tokens) == ("tail", False, 1000)
+    assert (plan.replay_from, plan.replayed_tokens) == ("tokens", 67)
+    assert [Kind(r.kind) for r in plan.ranges] == [Kind.KV] * SHAPE.fa_layers
+    short = plan_fetch(bare, 68, how, TOKENS_TOO)
+    assert (short.mode, short.lost) == ("miss", {"hidden_missing": 67})
+    assert plan_fetch(bare, 1001, how, BY_GROUP).lost == {"hidden_missing": 1000}
+
+
+@pytest.mark.parametrize(("end", "rows"), [(974, "hiddens"), (973, "tokens")])
+def test_a_boundary_with_hiddens_is_taken_where_that_is_less_work(end, rows):
+    """67 rows of hiddens and 26 tokens of prefill are as much as 67 rows of tokens, or less."""
+    stored = StoredPrefix(1000, b"leaf", 1000, 0, ((0, end),))
+    plan = plan_fetch(stored, 1001, CachePolicy(mode="tail"), TOKENS_TOO)
+    assert plan.replay_from == rows
+    assert plan.used_tokens == (end if rows == "hiddens" else 1000)
+
+
+def test_auto_asks_for_a_smaller_error_of_a_tail_of_tokens():
+    by_budget = pack(np.array([[100, 200, 400]]))
+    stored = StoredPrefix(1000, b"leaf", 1000, 0, (), (), {1000: by_budget})
+    for budget, rows in ((0.3, 203), (0.1, 403)):
+        plan = plan_fetch(stored, 1001, auto(error_budget=budget), TOKENS_TOO)
+        assert (plan.mode, plan.replay_from, plan.replayed_tokens) == ("tail", "tokens", rows)
+        assert plan.budget == budget
+    assert plan_fetch(stored, 1001, auto(error_budget=0.03), TOKENS_TOO).mode == "exact"
+    assert plan_fetch(stored, 1001, auto(max_replay_tokens=399), TOKENS_TOO).mode == "miss"
+    near = replace(stored, checkpoints=(at(700),))
+    assert plan_fetch(near, 1001, auto(), TOKENS_TOO).mode == "exact"
 
 
 @given(st.integers(1, 100_000), policies)

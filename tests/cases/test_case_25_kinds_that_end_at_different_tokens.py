@@ -1,7 +1,8 @@
 """vllm#46453, PR 48195, 48425, 54302: groups that hit differently took the larger of the two."""
 
 import pytest
-from case_helpers import ask, assert_right, drop, fork, policy, prompt
+from case_helpers import ask, assert_right, drop, fork, policy, prefilled_logits, prompt
+from tiny_models import relative_max
 
 from tailreplay.store.objects import Kind
 
@@ -10,25 +11,33 @@ pytestmark = pytest.mark.model
 STORED = prompt(1000)
 
 
-@pytest.mark.parametrize(
-    ("kv", "hidden", "reason"), [(768, 512, "hidden_missing"), (512, 768, "kv_missing")]
-)
-def test_a_tail_uses_the_smaller_of_the_two(store, engine, kv, hidden, reason):
+@pytest.mark.parametrize(("kv", "hidden", "rows"), [(768, 512, "tokens"), (512, 768, "hiddens")])
+def test_a_tail_uses_no_more_than_there_are_keys_and_values(store, engine, kv, hidden, rows):
     ask(engine, STORED)
     drop(store, engine, STORED, Kind.KV, from_token=kv)
     drop(store, engine, STORED, Kind.HIDDEN, from_token=hidden)
     report = ask(engine, fork(STORED, 900), policy=policy("tail")).report
-    assert (report["matched_tokens"], report["used_tokens"]) == (768, 512)
-    assert report["lost"] == {reason: 256}
+    assert (report["matched_tokens"], report["used_tokens"]) == (768, kv)
+    assert report["replay_from"] == rows
+    assert report["lost"] == ({"kv_missing": 768 - kv} if kv < 768 else {})
 
 
 @pytest.mark.parametrize(("kv", "hidden"), [(768, 512), (512, 768)])
-@pytest.mark.parametrize("mode", ["auto", "exact"])
-def test_exact_uses_what_keys_and_values_there_are(store, engine, kv, hidden, mode):
+def test_exact_uses_what_keys_and_values_there_are(store, engine, kv, hidden):
     ask(engine, STORED)
     drop(store, engine, STORED, Kind.KV, from_token=kv)
     drop(store, engine, STORED, Kind.HIDDEN, from_token=hidden)
     tokens = fork(STORED, 900)
-    out = ask(engine, tokens, policy=policy(mode))
+    out = ask(engine, tokens, policy=policy())
     assert (out.report["matched_tokens"], out.report["used_tokens"]) == (768, kv)
     assert_right(out, tokens)
+
+
+def test_auto_knows_the_error_of_a_tail_at_the_smaller_of_the_two(store, engine):
+    ask(engine, STORED)
+    drop(store, engine, STORED, Kind.KV, from_token=512)
+    tokens = fork(STORED, 900)
+    out = ask(engine, tokens, policy=policy("auto"))
+    assert (out.report["mode"], out.report["used_tokens"]) == ("tail", 512)
+    assert 0 < out.report["replayed_tokens"] < out.report["tail_wanted"] <= 512
+    assert relative_max(out.first_logits, prefilled_logits(tokens, 900)) < 0.1

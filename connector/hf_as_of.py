@@ -1,0 +1,58 @@
+"""A Transformers cache as it was some tokens ago, for a forward that KV is known for already."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+
+def as_of(cache: DynamicCache, tokens: int) -> DynamicCache:
+    """A view of `cache` in which FA layers have seen only `tokens` tokens.
+
+    A forward over the tokens that follow attends to the keys and values that `cache` holds of them,
+    in place of its own, which are dropped. States of the linear layers are shared: they change in
+    `cache` too.
+
+    Args:
+        cache: holds KV of every token that will be run, in each FA layer. Its KV is only read, and
+            may be filled until the layer reads it.
+        tokens: fewer than it holds.
+    """
+    view = copy.copy(cache)
+    view.layers = [
+        _Served(layer.keys, layer.values, tokens)
+        if isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None
+        else layer
+        for layer in cache.layers
+    ]
+    return view
+
+
+class _Served(DynamicLayer):
+    """Keys and values `[1, H, T, d]` of which a forward sees as many as it has run over."""
+
+    def __init__(self, keys: Tensor, values: Tensor, tokens: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.lazy_initialization(keys, values)
+        self.keys, self.values = keys, values
+        self._held = keys, values
+        self._tokens = tokens
+
+    def get_seq_length(self) -> int:
+        return self._tokens
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: Any,  # noqa: ANN401 - as Transformers has it
+        **kwargs: Any,  # noqa: ANN401
+    ) -> tuple[Tensor, Tensor]:
+        del value_states, args, kwargs
+        self._tokens += key_states.shape[-2]
+        keys, values = self._held
+        return keys[:, :, : self._tokens], values[:, :, : self._tokens]

@@ -1,0 +1,129 @@
+"""A tail whose hiddens are gone: its tokens run against the stored keys and values."""
+
+import numpy as np
+import pytest
+import torch
+from case_helpers import ask, assert_reused, drop, names_of, policy
+from mini_served import corpus, minis
+from tiny_models import FAMILIES, random_tokens, relative_l2, relative_max
+
+from tailreplay.connector.client import StoreClient
+from tailreplay.connector.hf import HybridEngine
+from tailreplay.connector.hf_as_of import as_of
+from tailreplay.connector.hf_model import HybridModel
+from tailreplay.store import serve_in_thread
+from tailreplay.store.objects import Kind
+
+pytestmark = pytest.mark.model
+
+TOKENS, BOUNDARIES = 640, (333, 450, 601)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("step", [1, 13, 30])
+def test_from_exact_states_tokens_give_exact_states_and_keep_the_stored_kv(family, step):
+    view, tokens = HybridModel(FAMILIES[family]()), random_tokens(130)
+    whole, cut = view.new_cache(), view.new_cache()
+    view.forward(tokens, whole)
+    view.forward(tokens[:100], cut)
+    logits = view.forward(tokens[100:], cut)
+    kept = {layer: view.kv(whole, layer)[0].clone() for layer in view.fa_layers}
+    earlier = view.new_cache()
+    view.forward(tokens[:100], earlier)
+    view.set_states(whole, view.states(earlier))
+    served = as_of(whole, 100)
+    for part in tokens[100:].split(step):
+        again = view.forward(part, served)
+    assert relative_max(again, logits) <= 1e-5
+    wanted, found = view.states(cut), view.states(whole)
+    for layer in view.linear_layers:
+        assert relative_l2(found[layer].recurrent, wanted[layer].recurrent) <= 1e-5
+        assert relative_l2(found[layer].conv, wanted[layer].conv) <= 1e-5
+    for layer in view.fa_layers:
+        assert torch.equal(view.kv(whole, layer)[0], kept[layer])
+
+
+class Stateless(StoreClient):
+    """A client whose store has no checkpoints."""
+
+    def match(self, *args, **kwargs):
+        answer = super().match(*args, **kwargs)
+        del answer.checkpoints[:]
+        return answer
+
+
+@pytest.fixture(scope="module", params=["retrieval", "state"])
+def name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def served(name):
+    """An engine that has stored a text, its store, and the text."""
+    text = corpus().passage(np.random.default_rng(8), TOKENS, held_back=True).tolist()
+    how = policy("tail", replay_ratio=0.1, min_tail_tokens=4, exact_repair=False)
+    with (
+        serve_in_thread(stall_limit_s=60.0) as server,
+        Stateless(server.address) as client,
+        HybridEngine(minis.load(name), client, how) as engine,
+    ):
+        ask(engine, text)
+        yield engine, server, text
+
+
+def asked(served, m, **how):
+    engine, _, text = served
+    other = [*text[:m], 300, 301]
+    return ask(engine, other, policy=engine.policy.model_copy(update=how))
+
+
+@pytest.fixture(scope="module")
+def answers(served):
+    """By boundary: answers from plain prefill, a tail of hiddens, and one of tokens."""
+    engine, server, text = served
+    full = {m: asked(served, m, mode="off") for m in BOUNDARIES}
+    hiddens = {m: asked(served, m) for m in BOUNDARIES}
+    stored = server.store.stats().stored_bytes
+    drop(server, engine, text, Kind.HIDDEN, from_token=0)
+    tokens = {m: asked(served, m) for m in BOUNDARIES}
+    assert server.store.stats().stored_bytes <= stored
+    return {m: (full[m], hiddens[m], tokens[m]) for m in BOUNDARIES}
+
+
+def test_the_whole_boundary_is_used_and_the_report_says_how(answers):
+    for m, (_, hiddens, tokens) in answers.items():
+        for out, rows in ((hiddens, "hiddens"), (tokens, "tokens")):
+            assert out.report["mode"] == "tail"
+            assert out.report["replay_from"] == rows
+            assert_reused(out.report, m)
+            assert out.report["replayed_tokens"] == -(-m // 10) + 3
+            assert out.report["recomputed_tokens"] == 0
+            assert "not_stored:provenance" in names_of(out.report)
+        assert "replay:tokens" in names_of(tokens.report)
+        assert set(tokens.report["bytes"]["cpu"]) == {"kv"}
+
+
+def test_answers_are_off_by_no_more_than_half_as_much_again_as_from_hiddens(answers):
+    off_by = [
+        [relative_max(out.first_logits, full.first_logits) for out in others]
+        for full, *others in answers.values()
+    ]
+    from_hiddens, from_tokens = np.array(off_by).mean(0)
+    assert 0 < from_tokens <= 1.5 * from_hiddens + 1e-4
+
+
+def test_auto_takes_tokens_where_the_figures_allow_and_all_of_the_prefix_where_not(
+    served, answers, name
+):
+    m = BOUNDARIES[-1]
+    out = asked(served, m, mode="auto", error_budget=0.3, max_reprefill_tokens=0)
+    off_by = relative_max(out.first_logits, answers[m][0].first_logits)
+    assert_reused(out.report, m)
+    if name == "retrieval":
+        assert (out.report["mode"], out.report["replay_from"]) == ("tail", "tokens")
+        assert out.report["replayed_tokens"] < m / 2
+        assert off_by < 0.1
+    else:
+        assert (out.report["mode"], out.report["replay_from"]) == ("exact", None)
+        assert out.report["recomputed_tokens"] == m
+        assert off_by <= 1e-4
