@@ -14,7 +14,6 @@ from typing import Annotated
 
 import typer
 from pydantic import ValidationError
-from rich.console import Console
 
 from tailreplay.store import (
     cli_doctor,
@@ -23,14 +22,13 @@ from tailreplay.store import (
     cli_operate,
     cli_public,
     cli_quota,
+    cli_serve,
     cli_size,
-    cli_tables,
     cli_token,
     cli_top,
 )
 from tailreplay.store.cli_io import CREDENTIALS, fail
 from tailreplay.store.credentials import Credentials
-from tailreplay.store.errors import TailReplayError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -75,45 +73,6 @@ def _options(
         fail("; ".join(item["msg"] for item in error.errors(include_url=False)))
 
 
-@app.command()
-def serve(
-    listen: Annotated[
-        str | None, typer.Option(help="unix:///path/to.sock or host:port", show_default=False)
-    ] = None,
-    pool_bytes: Annotated[
-        int | None, typer.Option(help="size of the CPU tier, bytes", show_default=False)
-    ] = None,
-    redis_url: Annotated[
-        str | None,
-        typer.Option(
-            help="redis://host:port, rediss://host:port (TLS) or unix:///path; several with "
-            "blanks between",
-            show_default=False,
-        ),
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="JSON file with settings", show_default=False)
-    ] = None,
-    settings: Annotated[
-        bool, typer.Option("--settings", help="list every setting and end")
-    ] = False,
-) -> None:
-    """Run a store until SIGTERM or Ctrl-C. Flags over TAILREPLAY_* over file over defaults."""
-    from tailreplay.store.serving import serve_until_stopped, settings_in_words
-
-    if settings:
-        for item in settings_in_words():
-            cli_tables.facts(Console(highlight=False), item)
-            typer.echo()
-        return
-
-    flags = {"listen": listen, "pool_bytes": pool_bytes, "redis_url": redis_url}
-    try:
-        serve_until_stopped({k: v for k, v in flags.items() if v is not None}, config)
-    except (TailReplayError, ValueError) as error:
-        fail(str(error))
-
-
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def demo(context: typer.Context) -> None:
     """Two engines share one store: tokens reused, time to the first token, exactness.
@@ -125,6 +84,7 @@ def demo(context: typer.Context) -> None:
 
 
 for group in (
+    cli_serve,
     cli_look,
     cli_objects,
     cli_operate,

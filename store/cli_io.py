@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from contextlib import nullcontext
 from contextvars import ContextVar
@@ -35,6 +36,9 @@ Prompt = Annotated[Path, typer.Argument(help="JSON array of token ids; - for sta
 Namespace = Annotated[
     str, typer.Option(help="namespace, in hex; may be left out where the store has only one")
 ]
+
+_UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
+_SIZE = re.compile(r"(\d+)\s*([kmgt]?)(?:ib|b)?", re.IGNORECASE)
 
 CREDENTIALS = ContextVar("credentials", default=NO_CREDENTIALS)
 
@@ -103,6 +107,17 @@ def read_prompt(path: Path) -> list[int]:
     if wrong is not None:
         raise InvalidRequest(f"{path} has {wrong[1]!r} at {wrong[0]}, wanted a token id")
     return ids
+
+
+def size_of(name: str, text: str) -> int:
+    """Bytes in `512MiB`, `20g` or a number of bytes, given as `name`; ends the command if wrong."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        fail(f"{name} is {text!r}, wanted a size such as 512MiB, 20GiB or a number of bytes")
+    size = int(found[1]) << _UNITS[found[2].lower()]
+    if size >= 1 << 63:
+        fail(f"{name} is {text!r}, wanted less than 8 EiB")
+    return size
 
 
 def fail(message: str) -> NoReturn:

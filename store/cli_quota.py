@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from enum import StrEnum
 from typing import Annotated
 
@@ -11,7 +10,7 @@ import typer
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import cli_tables
 from tailreplay.store.cli_command import Asked, command
-from tailreplay.store.cli_io import fail, plain
+from tailreplay.store.cli_io import fail, plain, size_of
 from tailreplay.store.namespace import TENANT_BYTES, tenant_digest
 
 app = typer.Typer()
@@ -24,8 +23,6 @@ Tenant = Annotated[str, typer.Argument(help="the tenant's name, as its engines h
 Digest = Annotated[
     bool, typer.Option("--digest", help="the tenant is given as `quota list` shows it, in hex")
 ]
-_UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
-_SIZE = re.compile(r"(\d+)\s*([kmgt]?)(?:ib|b)?", re.IGNORECASE)
 
 
 class ModeName(StrEnum):
@@ -70,8 +67,8 @@ def set_quota(
         fail("no limit is given, wanted --cpu or --redis")
     request = pb.SetQuotaRequest(
         tenant=tenant_of(tenant, digest),
-        cpu_bytes=None if cpu is None else _bytes("--cpu", cpu),
-        redis_bytes=None if redis is None else _bytes("--redis", redis),
+        cpu_bytes=None if cpu is None else size_of("--cpu", cpu),
+        redis_bytes=None if redis is None else size_of("--redis", redis),
     )
     answer = asked.admin("SetQuota", request)
     asked.write(plain(answer), cli_tables.facts)
@@ -132,14 +129,3 @@ def _listed(asked: Asked, tenant: bytes = b"") -> pb.ListTenantsResponse:
         "ListTenants", pb.ListTenantsRequest(tenant=tenant)
     )
     return answer
-
-
-def _bytes(name: str, text: str) -> int:
-    """`512MiB`, `20g` or a number of bytes."""
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
-        fail(f"{name} is {text!r}, wanted a size such as 512MiB, 20GiB or a number of bytes")
-    size = int(found[1]) << _UNITS[found[2].lower()]
-    if size >= 1 << 63:
-        fail(f"{name} is {text!r}, wanted less than 8 EiB")
-    return size

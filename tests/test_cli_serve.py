@@ -1,0 +1,91 @@
+"""`serve`: every setting is a flag, and what of several places counts."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+from waiting import until
+
+from tailreplay.store.cli import app
+from tailreplay.store.cli_serve import panel_of
+from tailreplay.store.config import StoreConfig
+
+
+@pytest.fixture(scope="module")
+def said():
+    """`serve --help` without its frames, and with single blanks."""
+    wide = {"COLUMNS": "400", "TERMINAL_WIDTH": "400"}
+    shown = CliRunner(env=wide).invoke(app, ["serve", "--help"]).stdout
+    return re.sub(r" +", " ", shown.replace("\N{BOX DRAWINGS LIGHT VERTICAL}", ""))
+
+
+@pytest.mark.parametrize("name", StoreConfig.model_fields)
+def test_every_setting_is_a_flag_with_its_sentence(said, name):
+    field = StoreConfig.model_fields[name]
+    flag = f"--{name.replace('_', '-')}"
+    (line,) = [line for line in said.splitlines() if line.lstrip().startswith(f"{flag} ")]
+    assert field.description in line
+    default = field.get_default(call_default_factory=True)
+    assert ("[default: " in line) == (default not in (None, "", ()))
+
+
+def test_settings_stand_under_headings(said):
+    for name in StoreConfig.model_fields:
+        heading, flag = said.index(f"─ {panel_of(name)} ─"), f"--{name.replace('_', '-')} "
+        assert "─╯" not in said[heading : said.index(flag, heading)]
+
+
+def run(*words: str) -> str:
+    done = CliRunner().invoke(app, ["serve", *words])
+    assert done.exit_code == 1, done.output
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["--max-workers", "2"], "max_workers is '2': input should be greater than or equal to 4"),
+        (["--drain-s", "soon"], "drain_s is 'soon': input should be a valid number"),
+        (["--pool-bytes", "much"], "--pool-bytes is 'much', wanted a size such as 512MiB"),
+        (["--pool-bytes", "1KiB"], "pool_bytes is 1024: input should be greater than"),
+        (["--share-memory", "perhaps"], "share_memory is 'perhaps': input should be a valid bool"),
+        (["--admit", "third"], "admit is 'third': input should be 'first' or 'second'"),
+        (["--redis-seal-key-files", "/none"], "/none can not be read"),
+        (["--bulk-tiers", "{"], "--bulk-tiers is no JSON"),
+        (["--bulk-tiers", "[]"], "--bulk-tiers holds a JSON list, wanted an object"),
+        (["--bulk-tiers", '{"type": "fs"}'], "bulk_tiers are set without redis_url"),
+        (["--tls-cert", "a.pem"], "tls_cert and tls_key go together"),
+    ],
+)
+def test_a_wrong_flag_is_refused_as_any_setting_is(words, wanted):
+    assert wanted in run(*words)
+
+
+def test_flags_go_over_variables_over_the_file_over_defaults(tmp_path):
+    listen = f"unix://{tmp_path}/store.sock"
+    file = tmp_path / "store.json"
+    file.write_text(json.dumps({"drain_s": 5, "max_workers": 11, "max_lanes": 3}))
+    flags = ["--drain-s", "1.5", "--pool-bytes", "8MiB", "--share-memory", "no"]
+    flags += ["--share-memory-uids", "7", "--share-memory-uids", "8"]
+    serve = [sys.executable, "-P", "-m", "tailreplay.store.cli", "serve", "--listen", listen]
+    variables = {"TAILREPLAY_DRAIN_S": "7", "TAILREPLAY_MAX_WORKERS": "9"}
+    with subprocess.Popen(
+        [*serve, "--config", str(file), *flags],
+        env=os.environ | variables,
+        stderr=subprocess.DEVNULL,
+    ) as store:
+        try:
+            words = ["describe", "--url", listen, "--format", "json"]
+            until(lambda: CliRunner().invoke(app, ["ping", "-q", "--url", listen]).exit_code == 0)
+            settings = json.loads(CliRunner().invoke(app, words).stdout)["settings"]
+        finally:
+            store.terminate()
+            store.wait(30)
+    found = {name: settings[name] for name in ("drain_s", "max_workers", "max_lanes")}
+    assert found == {"drain_s": "1.5", "max_workers": "9", "max_lanes": "3"}
+    assert (settings["pool_bytes"], settings["share_memory"]) == (str(8 << 20), "False")
+    assert (settings["share_memory_uids"], settings["stall_limit_s"]) == ("(7, 8)", "2.0")
