@@ -329,12 +329,13 @@ class HybridEngine:
         The next request there starts from it; a failure is logged and nothing else.
         """
         ids = torch.as_tensor(prompt.tokens.astype("int64"), device=self._model.device)
-        run = PromptRun(self._model, self._codec, ids, 0, prompt.report)
+        step = prompt.policy.prefill_chunk_tokens
+        run = PromptRun(self._model, self._codec, ids, step, prompt.report)
         load, m = self._load(plan, prompt), plan.used_tokens
         try:
             if load.ranges:
                 self._start(load, outcome.stored)
-            states = run.rebuild(plan, load)
+            states = run.rebuild(plan, load, outcome.done.kv)
             pack = partial(self._codec.pack_checkpoint, states)
             state = self._object(prompt.chain, Kind.CHECKPOINT, (m - 1, m), pack)
             self._client.put(

@@ -18,7 +18,7 @@ from tailreplay.replay.linear_state import LinearState
 from tailreplay.store.objects import PAGE_TOKENS, Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from transformers import DynamicCache
 
@@ -99,7 +99,7 @@ class PromptRun:
         approximate = None
         if plan.replay_first is not None:
             if plan.from_tokens:
-                self._replay_tokens(cache, plan, wait_kv)
+                self._replay_tokens(cache, plan, self._zero_states(), wait_kv)
             else:
                 self._replay(cache, plan, load, states)
             if not plan.exact:
@@ -115,14 +115,27 @@ class PromptRun:
         done.approximate = approximate
         return done
 
-    def rebuild(self, plan: FetchPlan, load: Load | DeviceLoad) -> States:
+    def rebuild(
+        self, plan: FetchPlan, load: Load | DeviceLoad, kv: Sequence[tuple[Tensor, Tensor]]
+    ) -> States:
         """The exact states at a boundary, as `plan_repair` plans it.
+
+        Args:
+            plan: says what from.
+            load: of its ranges.
+            kv: exact keys and values `[H, m or more, d]` per FA layer, for a plan from tokens.
 
         Raises:
             LoadFailed: a part of it does not come.
         """
-        cache = self._model.new_cache()
-        self._replay(cache, plan, load, self._load_states(plan, load))
+        cache, states = self._model.new_cache(), self._load_states(plan, load)
+        if not plan.from_tokens:
+            self._replay(cache, plan, load, states)
+            return self._model.states(cache)
+        for layer, (keys, values) in zip(self._model.fa_layers, kv, strict=True):
+            m = plan.used_tokens
+            self._model.install_kv(cache, layer, keys[:, :m], values[:, :m])
+        self._replay_tokens(cache, plan, states)
         return self._model.states(cache)
 
     def hidden_with_loaded(
@@ -213,14 +226,19 @@ class PromptRun:
                 self._model.replay_group(group, rows, cache, initial)
 
     def _replay_tokens(
-        self, cache: DynamicCache, plan: FetchPlan, wait_kv: Callable[[int], None]
+        self,
+        cache: DynamicCache,
+        plan: FetchPlan,
+        states: States | None,
+        before_fa: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Rebuilds all states from the tail's tokens, which attend to the loaded KV."""
+        """Rebuilds all states from tokens that attend to the KV in `cache`, and add none."""
         model, first = self._model, plan.replay_first or 0
         self._report.event("replay:tokens")
-        model.set_states(cache, self._zero_states())
+        if states is not None:
+            model.set_states(cache, states)
         earlier = as_of(cache, first)
-        with self._report.phase("replay"), model.waiting(wait_kv):
+        with self._report.phase("replay"), model.waiting(before_fa):
             for start in range(first, plan.prefill_from, self._chunk_tokens):
                 end = min(start + self._chunk_tokens, plan.prefill_from)
                 model.forward(self._tokens[start:end], earlier)

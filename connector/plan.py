@@ -60,12 +60,14 @@ def plan_fetch(
 def plan_repair(stored: StoredPrefix, boundary: int, shape: ModelShape) -> FetchPlan | None:
     """How the exact state at an approximate hit's boundary is rebuilt; None where it can not be.
 
-    From the nearest checkpoint, or from the first token, by hiddens; nothing else is loaded.
+    From the nearest checkpoint, or from the first token: by hiddens, or by tokens that attend to
+    the keys and values which the hit has loaded. Nothing else is loaded.
     """
     behind = [c for c in stored.checkpoints if c.token < boundary]
     checkpoint = behind[-1] if behind else None
     start = checkpoint.token if checkpoint is not None else 0
-    if not shape.hidden_sources or not stored.has_hidden(start, boundary):
+    from_tokens = not shape.hidden_sources or not stored.has_hidden(start, boundary)
+    if from_tokens and not shape.replays_tokens:
         return None
     plan = FetchPlan(
         "exact",
@@ -75,6 +77,7 @@ def plan_repair(stored: StoredPrefix, boundary: int, shape: ModelShape) -> Fetch
         prefill_from=boundary,
         checkpoint=checkpoint,
         replay_first=start,
+        from_tokens=from_tokens,
     )
     return replace(plan, ranges=(*state_ranges(plan), *hidden_ranges(plan, shape)))
 

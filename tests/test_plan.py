@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailreplay.connector.plan import ModelShape, plan_fetch, plan_put, prefill_cuts, tail_rows
+from tailreplay.connector.plan import (
+    ModelShape,
+    plan_fetch,
+    plan_put,
+    plan_repair,
+    prefill_cuts,
+    tail_rows,
+)
 from tailreplay.connector.policy import CachePolicy
 from tailreplay.connector.stored import NOTHING, StoredCheckpoint, StoredPrefix, stored_prefix
 from tailreplay.connector.tail_figures import pack, tails_within
@@ -283,6 +290,17 @@ def test_an_engine_that_replays_tokens_never_does_more_work_for_a_tail(stored, p
         row = 1 if plan.from_tokens else HIDDEN_ROW_WORK
         work.append(usable - plan.used_tokens + row * plan.replayed_tokens)
     assert work[1] <= work[0]
+
+
+def test_the_state_at_a_boundary_is_repaired_from_hiddens_or_from_tokens():
+    stored = StoredPrefix(1000, b"leaf", 1000, 0, ((600, 1000),), (at(500), at(700), at(900)))
+    near = plan_repair(stored, 800, TOKENS_TOO)
+    assert (near.checkpoint, near.replay_from, near.replay_first) == (at(700), "hiddens", 700)
+    assert [Kind(r.kind) for r in near.ranges] == [Kind.CHECKPOINT, Kind.HIDDEN, Kind.HIDDEN]
+    far = plan_repair(stored, 650, TOKENS_TOO)
+    assert (far.checkpoint, far.replay_from, far.replay_first) == (at(500), "tokens", 500)
+    assert [Kind(r.kind) for r in far.ranges] == [Kind.CHECKPOINT]
+    assert plan_repair(stored, 650, BY_GROUP) is None
 
 
 def test_a_tail_without_hiddens_is_of_tokens_unless_it_would_be_the_whole_prefix():

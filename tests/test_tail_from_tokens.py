@@ -127,3 +127,21 @@ def test_auto_takes_tokens_where_the_figures_allow_and_all_of_the_prefix_where_n
         assert (out.report["mode"], out.report["replay_from"]) == ("exact", None)
         assert out.report["recomputed_tokens"] == m
         assert off_by <= 1e-4
+
+
+def test_the_state_there_is_repaired_from_tokens_so_that_the_next_answer_is_exact(served):
+    engine, server, text = served
+    m = BOUNDARIES[0] + 7
+    drop(server, engine, text, Kind.HIDDEN, from_token=0)
+    how = {"exact_repair": True, "prefill_chunk_tokens": 64}
+    with (
+        StoreClient(server.address) as client,
+        HybridEngine(engine._model._model, client, engine.policy.model_copy(update=how)) as other,
+    ):
+        first = ask(other, [*text[:m], 300, 301])
+        assert (first.report["mode"], first.report["replay_from"]) == ("tail", "tokens")
+        second = ask(other, [*text[:m], 302, 303], policy=policy("exact"))
+    assert_reused(second.report, m)
+    assert second.report["checkpoint_token"] == m
+    full = ask(engine, [*text[:m], 302, 303], policy=policy("off"))
+    assert relative_max(second.first_logits, full.first_logits) <= 1e-4
