@@ -107,7 +107,10 @@ RECIPES = {
         base="retrieval",
     ),
     "s3": Recipe(
-        (Level(256, mix=BROAD, keys=12, packed=0.3, drill=0.8, ease=0.8, pass_at=2.0),),
+        (
+            Level(256, mix=BROAD, keys=12, packed=0.3, drill=0.8, ease=0.8, pass_at=0.95),
+            Level(512, mix=BROAD, keys=16, packed=0.3, drill=0.5, ease=0.6, pass_at=2.0),
+        ),
         copier=False,
         base="state",
         anew=False,
