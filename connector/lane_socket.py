@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from tailreplay.connector.staging import StagingRing
 from tailreplay.proto import store_pb2 as pb
+from tailreplay.store.checksum import crc32c_of
 from tailreplay.store.errors import StoreUnavailable, from_status
 from tailreplay.store.lane_wire import (
     RECORD_BYTES,
@@ -25,9 +26,13 @@ from tailreplay.store.lane_wire import (
     unpack_record,
 )
 from tailreplay.store.put_source import INLINE, OFFSET
+from tailreplay.store.receiving import contiguous, receive_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import numpy as np
+    import numpy.typing as npt
 
     from tailreplay.connector.client import ObjectBytes
 
@@ -48,6 +53,7 @@ class LaneSocket:
         self.segment = segment
         # Read, and not looked at yet; nothing once a request is over.
         self._ahead, self._at = b"", 0
+        self._next = bytearray(RECORD_BYTES)
         self._asked = False
         self._staging: StagingRing | None = None
         self._hung_up = select.poll()
@@ -128,17 +134,30 @@ class LaneSocket:
             raise from_status(record.code, text)
         return record
 
-    def read_into(self, parts: Sequence[memoryview]) -> None:
-        """Fills buffers, in order, with what follows the last record."""
+    def rows(self, rows: npt.NDArray[np.uint8]) -> int:
+        """Fills `[units, rows, row bytes]` with what follows the last record; its checksum.
+
+        Another record follows rows, which is read with them if it is there.
+        """
+        if self._at < len(self._ahead):
+            return self._rest(contiguous(rows))
+        crc, size = receive_rows(self.sock, rows, self._next)
+        self._ahead, self._at = bytes(self._next[:size]), 0
+        return crc
+
+    def _rest(self, parts: Sequence[memoryview]) -> int:
         for part in parts:
             some = self._ahead[self._at : self._at + len(part)]
             part[: len(some)] = some
             self._at += len(some)
             receive_into(self.sock, [part[len(some) :]])
+        return crc32c_of(parts)
 
     def _read(self, size: int, ahead: bool) -> bytes:
         if not ahead:
-            return receive(self.sock, size)
+            some = self._ahead[self._at : self._at + size]
+            self._at += len(some)
+            return some if len(some) == size else some + receive(self.sock, size - len(some))
         while len(self._ahead) - self._at < size:
             self._ahead, self._at = self._ahead[self._at :], 0
             more = self.sock.recv(_AHEAD_BYTES)

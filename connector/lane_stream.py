@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tailreplay.connector.step import Step
-from tailreplay.store.checksum import crc32c_of
 from tailreplay.store.copying import copy_rows
 from tailreplay.store.errors import IntegrityError, StoreUnavailable
 from tailreplay.store.lane_wire import (
@@ -17,7 +16,6 @@ from tailreplay.store.lane_wire import (
     Request,
     hang_up,
 )
-from tailreplay.store.receiving import contiguous, receive_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -103,12 +101,12 @@ class LaneStream:
                 yield Step(record)
 
     def _receive(self, record: LaneRecord, rows: npt.NDArray[np.uint8]) -> None:
-        if self._lane.segment is None:
-            crc = receive_rows(self._lane.sock, rows)
-        else:
-            parts = contiguous(rows)
-            self._lane.read_into(parts)
-            crc = crc32c_of(parts)
+        try:
+            crc = self._lane.rows(rows)
+        except (OSError, StoreUnavailable) as error:
+            if not self._let_go():
+                self._breaker.failed()
+            raise StoreUnavailable(f"a data lane broke: {error}") from error
         if crc != record.crc32c:
             raise IntegrityError(f"rows from {record.first_token} are damaged")
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tailreplay.connector.coverage import Coverage
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.errors import (
     GeometryMismatch,
@@ -83,8 +84,8 @@ class Load:
         self._stall_timeout_s = stall_timeout_s
         self._on_event = on_event
         self.buffers = [allocate(self._shape(wanted)) for wanted in ranges]
-        # Touched by the reading thread alone: which rows of each range have come, `[units, rows]`.
-        self._came = [np.zeros(buffer.shape[:2], bool) for buffer in self.buffers]
+        # Touched by the reading thread alone: which rows of each range have come.
+        self._came = [Coverage(*buffer.shape[:2]) for buffer in self.buffers]
         # Guarded by _changed: what has come so far.
         self._changed = threading.Condition()
         self._stream: FetchStream | LaneStream | None = None
@@ -175,13 +176,11 @@ class Load:
     def _take_rows(self, rows: LaneRecord, fill: Callable[[npt.NDArray[np.uint8]], None]) -> None:
         wanted, buffer = self._check_rows(rows)
         unit, row = rows.first_unit - wanted.first_unit, rows.first_token - wanted.first_token
-        here = np.s_[unit : unit + rows.units, row : row + rows.rows]
         came = self._came[rows.number]
-        if came[here].any():
+        first = came.is_empty
+        if not came.add(unit, rows.units, row, rows.rows):
             raise IntegrityError(f"rows from {rows.first_token} come twice")
-        first = not came.any()
-        fill(buffer[here])
-        came[here] = True
+        fill(buffer[unit : unit + rows.units, row : row + rows.rows])
         tier = "redis" if rows.tier == pb.TIER_REDIS else "cpu"
         with self._changed:
             key = (tier, Kind(wanted.kind))
@@ -232,7 +231,7 @@ class Load:
         return number
 
     def _end(self, number: int) -> None:
-        complete = bool(self._came[number].all())
+        complete = self._came[number].is_complete
         with self._changed:
             self._done[number] = complete
             if not complete:

@@ -22,7 +22,7 @@
 #include <sys/socket.h>
 #include <time.h>
 
-enum { UNLOCKED_BYTES = 128 << 10, PIECE_BYTES = 256 << 10, MAX_PIECES = 64 };
+enum { UNLOCKED_BYTES = 128 << 10, PIECE_BYTES = 256 << 10, MAX_PIECES = 64, WORD = 8 };
 
 static const uint32_t POLYNOMIAL = 0x82F63B78; /* reversed */
 
@@ -205,11 +205,55 @@ static PyObject *page_checksums(PyObject *module, PyObject *args)
     return all;
 }
 
-/* Where rows go that come one unit after the other, and what has come of them. */
+/* The product of two remainders and x^33, the latter for what reversing leaves over. */
+__attribute__((target(SSE))) static uint32_t product(uint32_t one, uint32_t other)
+{
+    __m128i left = _mm_cvtsi32_si128((int)one), right = _mm_cvtsi32_si128((int)other);
+    __m128i both = _mm_clmulepi64_si128(left, right, 0x00);
+    return (uint32_t)_mm_crc32_u64(0, (uint64_t)_mm_cvtsi128_si64(both));
+}
+
+/* What moves a remainder on by `size` bytes, at least a word, as a factor of `product`: x to the
+ * power of their bits less 33, so that the factors of two sizes make that of their sum. */
+static uint32_t shift_of(size_t size)
+{
+    uint32_t all = (uint32_t)(power(64 + 8 * (int)(size % WORD) - 33) >> 1);
+    uint32_t words = (uint32_t)(power(64 - 33) >> 1);
+    for (size_t more = size / WORD - 1; more; more >>= 1, words = product(words, words))
+        if (more & 1)
+            all = product(all, words);
+    return all;
+}
+
+static PyObject *join(PyObject *module, PyObject *args)
+{
+    unsigned int crc;
+    PyObject *following;
+    Py_ssize_t size;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "IO!n", &crc, &PyTuple_Type, &following, &size))
+        return NULL;
+    if (size < WORD)
+        return PyErr_Format(PyExc_ValueError, "checksums of %zd bytes each, wanted %d and more",
+                            size, WORD);
+    uint32_t shift = shift_of((size_t)size);
+    for (Py_ssize_t i = 0, count = PyTuple_Size(following); i < count; i++) {
+        unsigned long other = PyLong_AsUnsignedLong(PyTuple_GetItem(following, i));
+        if (other == (unsigned long)-1 && PyErr_Occurred())
+            return NULL;
+        crc = product(crc, shift) ^ (uint32_t)other;
+    }
+    return PyLong_FromUnsignedLong(crc);
+}
+
+/* Where rows go that come one unit after the other, and what has come of them; `ahead` is for the
+ * first bytes behind them, if they are there already. */
 struct rows {
     char *base;
     size_t unit_bytes, stride, units;
     size_t unit, at;
+    struct iovec ahead;
+    size_t ahead_bytes;
 };
 
 /* The next pieces of memory, as far as they are wanted at a time. */
@@ -217,17 +261,27 @@ static int next_pieces(const struct rows *rows, struct iovec *piece)
 {
     size_t unit = rows->unit, at = rows->at, room = PIECE_BYTES;
     int count = 0;
-    for (; unit < rows->units && room && count < MAX_PIECES; unit++, at = 0) {
+    for (; unit < rows->units && room && count < MAX_PIECES; unit++) {
         size_t size = rows->unit_bytes - at < room ? rows->unit_bytes - at : room;
         piece[count++] = (struct iovec){rows->base + unit * rows->stride + at, size};
         room -= size;
+        at += size;
+        if (at < rows->unit_bytes)
+            return count;
+        at = 0;
     }
+    if (unit == rows->units)
+        piece[count++] = rows->ahead;
     return count;
 }
 
 static uint32_t take(struct rows *rows, size_t got, uint32_t crc)
 {
     while (got) {
+        if (rows->unit == rows->units) {
+            rows->ahead_bytes = got;
+            break;
+        }
         size_t left = rows->unit_bytes - rows->at, size = left < got ? left : got;
         crc = extended(crc, rows->base + rows->unit * rows->stride + rows->at, size, has_wide);
         rows->at += size, got -= size;
@@ -240,7 +294,7 @@ static uint32_t take(struct rows *rows, size_t got, uint32_t crc)
 /* Fills rows; returns 0, or errno, with 0 in `open` at the end of the stream. */
 static int receive(int fd, struct rows *rows, int timeout_ms, uint32_t *crc, int *open)
 {
-    struct iovec piece[MAX_PIECES];
+    struct iovec piece[MAX_PIECES + 1];
     struct msghdr message = {.msg_iov = piece};
     while (rows->unit < rows->units) {
         message.msg_iovlen = (size_t)next_pieces(rows, piece);
@@ -276,27 +330,34 @@ static PyObject *receive_rows(PyObject *module, PyObject *args)
 {
     int fd, timeout_ms, open = 1, failed;
     PyObject *target;
-    Py_buffer to;
+    Py_buffer to, ahead;
     uint32_t crc = 0;
     (void)module;
-    if (!PyArg_ParseTuple(args, "iOi", &fd, &target, &timeout_ms))
+    if (!PyArg_ParseTuple(args, "iOiw*", &fd, &target, &timeout_ms, &ahead))
         return NULL;
-    if (PyObject_GetBuffer(target, &to, PyBUF_STRIDED) < 0)
+    if (PyObject_GetBuffer(target, &to, PyBUF_STRIDED) < 0) {
+        PyBuffer_Release(&ahead);
         return NULL;
+    }
     const char *wrong = fault(&to);
     if (wrong) {
         PyBuffer_Release(&to);
+        PyBuffer_Release(&ahead);
         PyErr_SetString(PyExc_ValueError, wrong);
         return NULL;
     }
-    struct rows rows = {to.buf, (size_t)(to.shape[1] * to.shape[2]), (size_t)to.strides[0],
-                        to.len ? (size_t)to.shape[0] : 0, 0, 0};
+    struct rows rows = {.base = to.buf,
+                        .unit_bytes = (size_t)(to.shape[1] * to.shape[2]),
+                        .stride = (size_t)to.strides[0],
+                        .units = to.len ? (size_t)to.shape[0] : 0,
+                        .ahead = {ahead.buf, (size_t)ahead.len}};
     do {
         Py_BEGIN_ALLOW_THREADS
         failed = receive(fd, &rows, timeout_ms, &crc, &open);
         Py_END_ALLOW_THREADS
     } while (failed == EINTR && !PyErr_CheckSignals());
     PyBuffer_Release(&to);
+    PyBuffer_Release(&ahead);
     if (PyErr_Occurred())
         return NULL;
     if (failed) {
@@ -305,7 +366,7 @@ static PyObject *receive_rows(PyObject *module, PyObject *args)
     }
     if (!open)
         Py_RETURN_NONE;
-    return PyLong_FromUnsignedLong(crc);
+    return Py_BuildValue("kn", (unsigned long)crc, (Py_ssize_t)rows.ahead_bytes);
 }
 
 static PyMethodDef methods[] = {
@@ -314,9 +375,13 @@ static PyMethodDef methods[] = {
      "bits where the processor has them, or not"},
     {"page_checksums", page_checksums, METH_VARARGS,
      "page_checksums(data, unit_bytes, page_bytes): checksum of each page of units"},
+    {"join", join, METH_VARARGS,
+     "join(crc, following, size): checksum of buffers joined, the first's and then those of size "
+     "bytes each"},
     {"receive_rows", receive_rows, METH_VARARGS,
-     "receive_rows(fd, target, timeout_ms): fill target [units, rows, row bytes] from a socket and "
-     "return the checksum; None where the stream ends before"},
+     "receive_rows(fd, target, timeout_ms, ahead): fill target [units, rows, row bytes] from a "
+     "socket, and ahead with what lies there behind it; return the checksum, and bytes of ahead; "
+     "None where the stream ends before"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-_compiled: Callable[..., int | None] | None
+_compiled: Callable[..., tuple[int, int] | None] | None
 try:
     from tailreplay.store._crc32c import receive_rows as _compiled
 except ImportError:  # it is built where there is a C compiler, and runs where the processor can
@@ -25,11 +25,18 @@ except ImportError:  # it is built where there is a C compiler, and runs where t
 _PIECE_BYTES = 256 << 10
 
 
-def receive_rows(sock: socket.socket, rows: npt.NDArray[np.uint8]) -> int:
+def receive_rows(
+    sock: socket.socket, rows: npt.NDArray[np.uint8], ahead: bytearray
+) -> tuple[int, int]:
     """Fills `[units, rows, row bytes]` with what comes next.
 
+    Args:
+        sock: where from.
+        rows: what to fill.
+        ahead: for bytes behind them, as far as they happen to be there already.
+
     Returns:
-        Its crc32c.
+        Checksum of the rows, and how many bytes `ahead` has.
 
     Raises:
         StoreUnavailable: the stream ends before they are full.
@@ -37,12 +44,13 @@ def receive_rows(sock: socket.socket, rows: npt.NDArray[np.uint8]) -> int:
         ValueError: the rows of a unit do not lie back to back.
     """
     if _compiled is None or isinstance(sock, ssl.SSLSocket):
-        return _received(sock, rows)
+        return _received(sock, rows), 0
     timeout_s = sock.gettimeout()
-    crc = _compiled(sock.fileno(), rows, -1 if timeout_s is None else int(timeout_s * 1000))
-    if crc is None:
+    timeout_ms = -1 if timeout_s is None else int(timeout_s * 1000)
+    came = _compiled(sock.fileno(), rows, timeout_ms, ahead)
+    if came is None:
         raise StoreUnavailable("the lane was closed in the middle of a message")
-    return crc
+    return came
 
 
 def contiguous(rows: npt.NDArray[np.uint8]) -> list[memoryview]:

@@ -68,21 +68,33 @@ def test_every_byte_arrives_and_none_beside_it(receive_rows, ends, seed):
     after = b"what comes next"
     cuts = [draw.randrange(1, 200_000) for _ in range(5)]
     writing = sent(writer, data.tobytes() + after, cuts)
-    crc = receive_rows(reader, around[:, 1:-1])
+    ahead = bytearray(8)
+    crc, size = receive_rows(reader, around[:, 1:-1], ahead)
     assert crc == crc32c(data.data)
     assert (around[:, 1:-1].reshape(-1) == data).all()
     assert (around[:, 0] == 0xA5).all()
     assert (around[:, -1] == 0xA5).all()
-    assert reader.recv(100) == after
     writing.join()
+    assert bytes(ahead[:size]) + reader.recv(100) == after
 
 
 def test_rows_of_an_object_without_gaps(receive_rows, ends):
     reader, writer = ends
     whole = np.zeros((4, 256, 1024), np.uint8)
     writing = sent(writer, DATA[: whole.size], [])
-    assert receive_rows(reader, whole) == crc32c(DATA[: whole.size].data)
+    assert receive_rows(reader, whole, bytearray(80))[0] == crc32c(DATA[: whole.size].data)
     writing.join()
+
+
+def test_what_lies_behind_is_read_with_them(ends):
+    if receiving._compiled is None:
+        pytest.skip("the compiled part was not built")
+    reader, writer = ends
+    writer.sendall(DATA[:1000])
+    ahead = bytearray(80)
+    assert receiving.receive_rows(reader, np.zeros((2, 45, 10), np.uint8), ahead)[1] == 80
+    assert bytes(ahead) == DATA[900:980].tobytes()
+    assert reader.recv(100) == DATA[980:1000].tobytes()
 
 
 def test_an_end_before_the_last_byte_is_no_rows(receive_rows, ends):
@@ -91,7 +103,7 @@ def test_an_end_before_the_last_byte_is_no_rows(receive_rows, ends):
     writing.join()
     hang_up(writer)
     with pytest.raises(StoreUnavailable, match="closed"):
-        receive_rows(reader, np.zeros((2, 50, 100), np.uint8))
+        receive_rows(reader, np.zeros((2, 50, 100), np.uint8), bytearray(80))
 
 
 def test_a_writer_that_rests_is_given_up(receive_rows, ends):
@@ -99,7 +111,7 @@ def test_a_writer_that_rests_is_given_up(receive_rows, ends):
     reader.settimeout(0.05)
     writer.sendall(DATA[:5000])
     with pytest.raises(TimeoutError):
-        receive_rows(reader, np.zeros((2, 50, 100), np.uint8))
+        receive_rows(reader, np.zeros((2, 50, 100), np.uint8), bytearray(80))
 
 
 def test_another_thread_ends_it(receive_rows, ends):
@@ -108,7 +120,7 @@ def test_another_thread_ends_it(receive_rows, ends):
     ender = threading.Timer(0.05, hang_up, [reader])
     ender.start()
     with pytest.raises(StoreUnavailable):
-        receive_rows(reader, np.zeros((2, 50, 100), np.uint8))
+        receive_rows(reader, np.zeros((2, 50, 100), np.uint8), bytearray(80))
     ender.join()
 
 
@@ -118,7 +130,7 @@ def test_a_signal_is_served_meanwhile(receive_rows, ends):
     try:
         writer.sendall(DATA[:5000])
         signal.setitimer(signal.ITIMER_REAL, 0.05)
-        crc = receive_rows(reader, np.zeros((2, 50, 100), np.uint8))
+        crc, _ = receive_rows(reader, np.zeros((2, 50, 100), np.uint8), bytearray(80))
     finally:
         signal.signal(signal.SIGALRM, before)
     assert crc == crc32c(DATA[:10_000].data)
@@ -134,7 +146,7 @@ def test_a_signal_whose_handler_raises_ends_it(receive_rows, ends):
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         with pytest.raises(KeyboardInterrupt):
-            receive_rows(reader, np.zeros((2, 50, 100), np.uint8))
+            receive_rows(reader, np.zeros((2, 50, 100), np.uint8), bytearray(80))
     finally:
         signal.signal(signal.SIGALRM, before)
 
@@ -144,13 +156,13 @@ def test_rows_that_do_not_lie_back_to_back_are_refused(receive_rows, ends):
     around = np.zeros((2, 10, 64), np.uint8)
     writer.sendall(DATA[:740])
     with pytest.raises(ValueError, match="contiguous"):
-        receive_rows(reader, around[:, :, 3:40])
+        receive_rows(reader, around[:, :, 3:40], bytearray(80))
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 8), (3, 0, 8), (3, 5, 0)])
 def test_nothing_is_nothing(receive_rows, ends, shape):
     reader, _ = ends
-    assert receive_rows(reader, np.zeros(shape, np.uint8)) == 0
+    assert receive_rows(reader, np.zeros(shape, np.uint8), bytearray(80)) == (0, 0)
 
 
 def test_what_is_no_place_for_rows_is_refused(ends):
@@ -161,10 +173,10 @@ def test_what_is_no_place_for_rows_is_refused(ends):
     fixed = np.zeros((1, 10, 10), np.uint8)
     fixed.setflags(write=False)
     with pytest.raises((ValueError, BufferError)):
-        receiving._compiled(reader.fileno(), fixed, 1000)
+        receiving._compiled(reader.fileno(), fixed, 1000, bytearray(80))
     for wrong in (np.zeros(100, np.uint8), np.zeros((1, 10, 10), "u2"), fixed.copy()[:, ::2]):
         with pytest.raises(ValueError, match="target"):
-            receiving._compiled(reader.fileno(), wrong, 1000)
+            receiving._compiled(reader.fileno(), wrong, 1000, bytearray(80))
     assert reader.recv(200) == DATA[:100].tobytes()
 
 
@@ -172,4 +184,4 @@ def test_a_socket_that_is_closed_is_an_error_of_its_own(receive_rows, ends):
     reader, _ = ends
     reader.close()
     with pytest.raises(OSError, match="descriptor"):
-        receive_rows(reader, np.zeros((1, 1, 1), np.uint8))
+        receive_rows(reader, np.zeros((1, 1, 1), np.uint8), bytearray(80))
