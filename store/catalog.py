@@ -146,19 +146,21 @@ class Catalog:
             found = self._index.match(prompt)
             return found, self._index.snapshot(found.rows)
 
-    def path(self, namespace: bytes, leaf: bytes) -> Path:
+    def path(self, namespace: bytes, leaf: bytes, *, hidden: bool = True) -> Path:
         """Objects of the blocks from the first to the one named `leaf`; empty if not known."""
         with self._lock:
-            return self._index.path_to(namespace, leaf)
+            return self._index.path_to(namespace, leaf, hidden=hidden)
 
-    def path_with_public(self, namespace: bytes, public: bytes, leaf: bytes) -> Path:
+    def path_with_public(
+        self, namespace: bytes, public: bytes, leaf: bytes, *, hidden: bool = True
+    ) -> Path:
         """As `path`, for a leaf that was matched in the public scope as well."""
         own, opened = parts_of(leaf)
         with self._lock:
-            path = self._index.path_to(namespace, own)
+            path = self._index.path_to(namespace, own, hidden=hidden)
             if not self.public.has(public, opened):
                 return path
-            return merged_path(path, self._index.path_to(public, opened))
+            return merged_path(path, self._index.path_to(public, opened, hidden=hidden))
 
     def public_state(self, public: bytes, prefix_hash: bytes) -> Record | None:
         """As `record`, of a checkpoint in the public scope; None if it is not open to tenants."""
@@ -240,7 +242,8 @@ class Catalog:
         with self._lock:
             known = [r for r in records if r.is_listed]
             for record in known:
-                self._place(record, in_cpu=True)
+                if not record.in_cpu:
+                    self._place(record, in_cpu=True)
             self._order.use(known)
 
     def late(self, records: Iterable[Record]) -> None:

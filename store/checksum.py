@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import google_crc32c
@@ -11,12 +12,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 _compiled: Callable[..., int] | None
+_compiled_join: Callable[..., int] | None
 _compiled_pages: Callable[..., tuple[int, ...]] | None
 try:  # four times as fast
     from tailreplay.store._crc32c import crc32c as _compiled
+    from tailreplay.store._crc32c import join as _compiled_join
     from tailreplay.store._crc32c import page_checksums as _compiled_pages
 except ImportError:  # it is built where there is a C compiler, and runs where the processor can
-    _compiled = _compiled_pages = None
+    _compiled = _compiled_join = _compiled_pages = None
+
+_REVERSED_POLYNOMIAL = 0x82F63B78
 
 
 def crc32c(data: bytes | bytearray | memoryview) -> int:
@@ -55,3 +60,54 @@ def page_checksums(
         for unit in range(0, len(array), unit_bytes)
         for at in range(unit, min(unit + unit_bytes, len(array)), page_bytes)
     )
+
+
+def joined(crc: int, following: tuple[int, ...], size: int) -> int:
+    """Checksum of buffers joined, out of the first's and then those of `size` bytes each.
+
+    Args:
+        crc: of the first.
+        following: of the others, in order.
+        size: bytes of each of those, at least 8.
+    """
+    if _compiled_join is not None:
+        return _compiled_join(crc, following, size)
+    low, second, third, high = _shift(size)
+    for other in following:
+        crc = (
+            low[crc & 0xFF]
+            ^ second[crc >> 8 & 0xFF]
+            ^ third[crc >> 16 & 0xFF]
+            ^ high[crc >> 24]
+            ^ other
+        )
+    return crc
+
+
+@lru_cache(maxsize=64)
+def _shift(size: int) -> tuple[list[int], ...]:
+    """What `size` zero bytes do to a checksum, as a table per byte of it.
+
+    Checksums are polynomials over GF(2), to which a zero bit behind is a linear map; the map of
+    many bits is made by squaring.
+    """
+    total = [1 << i for i in range(32)]
+    power = [_REVERSED_POLYNOMIAL, *(1 << i for i in range(31))]
+    bits = size * 8
+    while bits:
+        if bits & 1:
+            total = [_times(power, column) for column in total]
+        power = [_times(power, column) for column in power]
+        bits >>= 1
+    return tuple(
+        [_times(total, value << place) for value in range(256)] for place in range(0, 32, 8)
+    )
+
+
+def _times(matrix: list[int], vector: int) -> int:
+    product = 0
+    while vector:
+        low = vector & -vector
+        product ^= matrix[low.bit_length() - 1]
+        vector ^= low
+    return product

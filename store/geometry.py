@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from tailreplay.store.objects import Kind
 
@@ -41,7 +42,7 @@ class StateLayout(enum.IntEnum):
     """`[V, K]`, as vLLM's GPU kernels keep it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Geometry:
     """What a payload of one kind looks like.
 
@@ -65,7 +66,7 @@ class Geometry:
     state_dtype: Dtype = Dtype.NONE
     state_layout: StateLayout = StateLayout.NONE
 
-    @property
+    @cached_property
     def units(self) -> int:
         """Units in a payload."""
         return self.shape[0] if self.kind is Kind.HIDDEN else self.shape[0] * self.shape[1]
@@ -76,7 +77,7 @@ class Geometry:
         _, _, heads, key_dim, value_dim, conv_rows = self.shape
         return (2 * key_dim + heads * value_dim) * conv_rows * self.dtype.itemsize
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of one row of one unit."""
         if self.kind is Kind.KV:

@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from tailreplay.store.checksum import crc32c, page_checksums
@@ -53,7 +53,7 @@ _KNOWN_SHAPES = 256
 _SHAPE_FIELDS = {Kind.KV: 3, Kind.HIDDEN: 2, Kind.CHECKPOINT: 6}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Header:
     """What a stored object says about itself.
 
@@ -82,12 +82,12 @@ class Header:
         """One past the position of the last row."""
         return self.first_token + self.rows
 
-    @property
+    @cached_property
     def header_bytes(self) -> int:
         """Offset of the payload."""
         return header_bytes(len(self.page_crcs))
 
-    @property
+    @cached_property
     def payload_bytes(self) -> int:
         """Size of the payload."""
         return self.geometry.payload_bytes(self.rows)

@@ -251,17 +251,18 @@ class TokenIndex:
         elif record.name.kind is Kind.KV:
             self._known(self._spaces[prompt.namespace], prompt, end)
 
-    def path_to(self, namespace: bytes, leaf: bytes) -> Path:
+    def path_to(self, namespace: bytes, leaf: bytes, *, hidden: bool = True) -> Path:
         """What hangs on the blocks from the first to the one named `leaf`; empty if not known."""
-        return self.snapshot(self._rows_to(namespace, leaf))
+        return self.snapshot(self._rows_to(namespace, leaf), hidden=hidden)
 
     def nodes_to(self, namespace: bytes, leaf: bytes) -> list[Node]:
         """Blocks from the first to the one named `leaf`; empty when it is not known."""
         return [Node(self, row) for row in self._rows_to(namespace, leaf)]
 
-    def snapshot(self, rows: Sequence[int]) -> Path:
-        """The objects of some blocks."""
-        return Path(*(tuple(self.records_of(rows, kind)) for kind in (Kind.KV, Kind.HIDDEN)))
+    def snapshot(self, rows: Sequence[int], *, hidden: bool = True) -> Path:
+        """The objects of some blocks, without the hidden pages, four a block, if so asked."""
+        kinds = (Kind.KV, Kind.HIDDEN) if hidden else (Kind.KV,)
+        return Path(*(tuple(self.records_of(rows, kind)) for kind in kinds))
 
     def stored_on(self, rows: Sequence[int]) -> Path:
         """Those objects of some blocks that exist, all of one namespace."""

@@ -94,7 +94,7 @@ def layout_of(size: int) -> MemoryLayoutDesc:
 
 
 def pool_view(l1: L1Manager) -> memoryview:
-    """Return a writable view of the whole pool; objects lie at their `shm_offset`."""
+    """Return a writable view of the whole pool; objects lie at their `meta.address`."""
     pool = l1.get_l1_memory_desc()
     return memoryview((ctypes.c_ubyte * pool.size).from_address(pool.ptr)).cast("B")
 

@@ -146,10 +146,12 @@ class Reader:
             InvalidRequest: a range is empty, backwards or of no kind.
         """
         _check_ranges(request.ranges)
+        space, leaf = request.namespace, request.leaf
+        hidden = any(wanted.kind == pb.KIND_HIDDEN for wanted in request.ranges)
         if public is None:
-            path = self._catalog.path(request.namespace, request.leaf)
+            path = self._catalog.path(space, leaf, hidden=hidden)
         else:
-            path = self._catalog.path_with_public(request.namespace, public, request.leaf)
+            path = self._catalog.path_with_public(space, public, leaf, hidden=hidden)
         asked: dict[ObjectName, Record] = {}
         window_bytes = self._window_bytes
         answer = _Answer(_PLACED_FRAME_BYTES if placed else MAX_FRAME_BYTES, is_gone)

@@ -25,6 +25,7 @@ from tailreplay.store.lmcache_l1 import (
     layout_of,
     object_key,
     object_name,
+    pool_view,
 )
 from tailreplay.store.loader import Loaded, Loader
 from tailreplay.store.misses import Miss
@@ -100,6 +101,7 @@ class Tiers:
         self._closed = False
         self._behind = [adapter for _, adapter in self._manager.l2_adapters()]
         self._redis: TailReplayRedisL2 | None = self._behind[0] if adapters else None
+        self._view = pool_view(pool.l1).toreadonly()
         self._loader = Loader(self._l1, self._manager, pool.size_bytes, self._cancel)
         self._write_back = WriteBack[ObjectKey](
             on_stored=lambda keys: on_redis_stored([object_name(key) for key in keys]),
@@ -408,9 +410,9 @@ class Tiers:
         if not wanted:
             self._l1.finish_read([key])
             return None
-        data = bytes_of(memory).toreadonly()
-        pool_bytes: int = memory.get_physical_size()
-        return Pinned(name, data, source, memory.shm_offset, key, pool_bytes)
+        meta = memory.meta
+        data = self._view[meta.address : meta.address + size]
+        return Pinned(name, data, source, meta.address, key, meta.phy_size)
 
 
 class _Listener(WriteBackListener):

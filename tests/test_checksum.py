@@ -17,6 +17,7 @@ def sums(request, monkeypatch):
     """Both ways."""
     if request.param == "plain":
         monkeypatch.setattr(checksum, "_compiled", None)
+        monkeypatch.setattr(checksum, "_compiled_join", None)
         monkeypatch.setattr(checksum, "_compiled_pages", None)
     elif checksum._compiled is None:
         pytest.skip("the compiled part was not built")
@@ -58,6 +59,15 @@ def test_buffers_are_summed_as_if_joined(sums):
     cuts = [0, 1, 130, 131, 700, 5000, 300_000, len(DATA)]
     parts = [DATA[a:b].data for a, b in pairwise(cuts)]
     assert sums.crc32c_of(parts) == google_crc32c.value(DATA.tobytes())
+
+
+@pytest.mark.parametrize("size", [8, 9, 15, 16, 17, 1000, 65_536, 131_071])
+@pytest.mark.parametrize("others", [0, 1, 7])
+def test_checksums_are_joined_without_the_bytes(sums, size, others):
+    first, rest = DATA[:77], DATA[77 : 77 + others * size]
+    following = tuple(google_crc32c.value(rest[at : at + size]) for at in range(0, len(rest), size))
+    wanted = google_crc32c.value(DATA[: 77 + len(rest)])
+    assert sums.joined(google_crc32c.value(first), following, size) == wanted
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, 1000, 65_536, 65_537, 300_001])
