@@ -3,8 +3,8 @@
     python -P benchmarks/train_mini.py retrieval --tokens 30000000
 
 Snapshots and the log go to `~/.cache/tailreplay/mini/<name>` (`--home` moves them); `--export`
-writes bf16 weights to `connector/data`, `--score 2048` scores those, `--paths 256` says whether
-their answers come through states or through KV. One line is printed at each evaluation.
+writes bf16 weights to where they are committed, `--score 2048` scores those, `--paths 256` says
+whether their answers come through states or through KV. One line is printed at each evaluation.
 """
 
 import argparse
@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
-from transformers import Qwen3_5ForCausalLM
 
 sys.path.append(str(Path(__file__).parent))
 
 from mini import forward, model, paths, score
+from mini.forward import Net
 from mini.recipes import RECIPES, Level, Recipe
 from mini.tasks import TASKS, Corpus, Load, Sample
 from mini.tokenizer import Tokenizer
@@ -38,7 +38,7 @@ class Trainer:
         self, recipe: Recipe, corpus: Corpus, vocab_size: int, args: argparse.Namespace
     ) -> None:
         self.recipe, self.corpus, self.args = recipe, corpus, args
-        shape = model.shape(vocab_size, **recipe.shape)
+        shape = model.shape(vocab_size, recipe.family, **recipe.shape)
         self.model = model.new_model(shape, args.seed, recipe.copier)
         self.optimizers = _optimizers(self.model)
         self.rng = np.random.default_rng(args.seed)
@@ -178,12 +178,12 @@ def main() -> None:
     home = args.home / name
     trainer = _trainer(args, corpus, len(tokenizer), home)
     if args.export:
-        trainer.export(model.HOME / f"{name}.safetensors")
+        trainer.export(model.home(name) / f"{name}.safetensors")
         return
     _train(trainer, home)
 
 
-def _figures(net: Qwen3_5ForCausalLM, corpus: Corpus, args: argparse.Namespace) -> Iterator[str]:
+def _figures(net: Net, corpus: Corpus, args: argparse.Namespace) -> Iterator[str]:
     if args.score:
         yield from (*score.table(net, corpus, args.score), "", *score.lives(net))
     if args.paths:
@@ -239,7 +239,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _optimizers(net: Qwen3_5ForCausalLM) -> list[Optimizer]:
+def _optimizers(net: Net) -> list[Optimizer]:
     """Muon for the matrices inside the layers, AdamW for all else."""
     inner = {n: p for n, p in net.named_parameters() if p.ndim == 2 and ".layers." in n}
     small = [p for n, p in inner.items() if min(p.shape) < 16]

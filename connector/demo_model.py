@@ -1,10 +1,11 @@
-"""The demo's models: two miniatures of the Qwen3.5 family, trained on two novels.
+"""The demo's models: miniature hybrids, trained on two novels.
 
 benchmarks/mini/README.md says how, and what they can and cannot do.
 """
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 from importlib.resources import as_file, files
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +16,9 @@ from tailreplay.connector.hf_model import guard_triton
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
+
+_CONFIGS = {"qwen3_5_text": "Qwen3_5TextConfig", "olmo_hybrid": "OlmoHybridConfig"}
+_MODELS = {"qwen3_5_text": "Qwen3_5ForCausalLM", "olmo_hybrid": "OlmoHybridForCausalLM"}
 
 Name = Literal["retrieval", "state"]
 """retrieval finds what was said by attention, state keeps it in its recurrent states."""
@@ -42,11 +46,12 @@ def miniature(
             stack.enter_context(as_file(folder.joinpath(f"{name}.{ending}")))
             for ending in ("json", "safetensors")
         )
-        config = transformers.Qwen3_5TextConfig.from_json_file(shape)
+        kind = json.loads(shape.read_text(encoding="utf-8"))["model_type"]
+        config = getattr(transformers, _CONFIGS[kind]).from_json_file(shape)
         config._attn_implementation = "sdpa"
-        model = transformers.Qwen3_5ForCausalLM(config).to(dtype)
+        model = getattr(transformers, _MODELS[kind])(config).to(dtype)
         for block in model.model.layers:
-            if block.block_type == "linear_attention":
+            if hasattr(block, "linear_attn"):
                 block.linear_attn.A_log.data = block.linear_attn.A_log.data.float()
                 block.linear_attn.dt_bias.data = block.linear_attn.dt_bias.data.float()
         model.load_state_dict(load_file(weights))

@@ -1,5 +1,6 @@
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +25,14 @@ def corpus():
     return tasks.Corpus(TOKENIZER, (tasks.NOVELS[1],))
 
 
-@pytest.fixture(scope="module")
-def tiny():
-    return model.new_model(model.shape(512, **TINY), seed=3).eval()
+@pytest.fixture(scope="module", params=["qwen3_5_text", "olmo_hybrid"])
+def tiny(request):
+    net = model.new_model(model.shape(512, request.param, **TINY), seed=3).eval()
+    with torch.no_grad():
+        for name, weight in net.named_parameters():
+            if "norm" in name:  # so that it matters which one is used where
+                weight += 0.3 * torch.randn(weight.shape, generator=torch.manual_seed(5))
+    return net
 
 
 @given(st.text())
@@ -179,15 +185,17 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(corpus, tmp_path):
 
 
 @pytest.mark.model
-def test_a_run_that_starts_from_another_takes_all_but_its_attention(corpus, tmp_path):
+@pytest.mark.parametrize("anew", [True, False])
+def test_a_run_that_starts_from_another_takes_all_but_its_attention_or_all(corpus, tmp_path, anew):
     base, other = _trainer(corpus), _trainer(corpus)
     base.step()
     base.snapshot(tmp_path / "last.pt")
+    other.recipe = replace(other.recipe, anew=anew)
     other.start_from(tmp_path / "last.pt")
     wanted = base.model.state_dict()
     for name, got in other.model.state_dict().items():
-        assert torch.equal(got, wanted[name]) == ("self_attn" not in name), name
-    assert not other.model.model.layers[3].self_attn.o_proj.weight.any()
+        assert torch.equal(got, wanted[name]) == ("self_attn" not in name or not anew), name
+    assert other.model.model.layers[3].self_attn.o_proj.weight.any() != anew
 
 
 @pytest.mark.model

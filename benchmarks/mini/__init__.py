@@ -1,1 +1,1 @@
-"""Small trained hybrids of the Qwen3.5 family: tokenizer, tasks, training path, scores, weights."""
+"""Small trained hybrids: tokenizer, tasks, training path, scores, weights."""

@@ -1,6 +1,7 @@
 """The model's forward pass in plain torch: what Transformers computes, states open.
 
-Beyond Transformers it can cut the GDN memory at a token, weaken it everywhere (the warm-up of
+Of both families, Qwen3.5 and OLMo-Hybrid; what differs is told by the modules a layer has. Beyond
+Transformers it can cut the GDN memory at a token, weaken it everywhere (the warm-up of
 training) and hand out or take in states, which the scores need. Tensor letters: B samples,
 T tokens, D hidden size, H heads, K and V head dims, C chunk.
 """
@@ -10,7 +11,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Qwen3_5ForCausalLM
+from transformers import OlmoHybridForCausalLM, Qwen3_5ForCausalLM
+
+Net = Qwen3_5ForCausalLM | OlmoHybridForCausalLM
+"""The families of miniatures."""
+
+Rope = tuple[Tensor, Tensor]
+"""Cosines and sines of positions."""
 
 CHUNK = 64
 
@@ -50,23 +57,24 @@ class Stored(NamedTuple):
     """GDN layer -> its state after the last token."""
 
 
-def hidden_states(model: Qwen3_5ForCausalLM, ids: Tensor, memory: Memory = PLAIN) -> Tensor:
+def hidden_states(model: Net, ids: Tensor, memory: Memory = PLAIN) -> Tensor:
     """Final hidden states `[B, T, D]` of `ids` `[B, T]`, before the output matrix."""
     x = model.model.embed_tokens(ids)
     rope = rotary(model, 0, ids.shape[1])
     for block in model.model.layers:
-        y = norm(block.input_layernorm, x)
-        if block.block_type == "full_attention":
-            if memory.attends:
-                x = x + attention(block.self_attn, y, rope)[0]
+        y = _normed(block, x)
+        if not attends(block):
+            out = _gdn_in_parts(block.linear_attn, y, memory)
+        elif memory.attends:
+            out, _ = attention(block.self_attn, y, rope)
         else:
-            x = x + _gdn_in_parts(block.linear_attn, y, memory)
-        x = x + _mlp(block, x)
+            out = torch.zeros_like(x)
+        x = _added(block, x, out)
     return norm(model.model.norm, x)
 
 
 def extend(
-    model: Qwen3_5ForCausalLM,
+    model: Net,
     ids: Tensor,
     past: Stored | None,
     speedup: float | None = 1.0,
@@ -82,40 +90,38 @@ def extend(
     rope = rotary(model, start, start + ids.shape[1])
     new = Stored({}, {-1: x}, {})
     for i, block in enumerate(model.model.layers):
-        y = norm(block.input_layernorm, x)
-        if block.block_type == "full_attention":
+        y = _normed(block, x)
+        if attends(block):
             before = past.kv[i] if past else None
             out, new.kv[i] = attention(block.self_attn, y, rope, before, window=window)
         else:
             state = past.states.get(i) if past else None
             out, new.states[i] = gdn(block.linear_attn, y, state, speedup)
-        x = x + out
-        x = x + _mlp(block, x)
-        if block.block_type == "full_attention":
+        x = _added(block, x, out)
+        if attends(block):
             new.hidden[i] = x
     return norm(model.model.norm, x), new
 
 
 def replay(
-    model: Qwen3_5ForCausalLM, hidden: dict[int, Tensor], k: int, speedup: float | None = 1.0
+    model: Net, hidden: dict[int, Tensor], k: int, speedup: float | None = 1.0
 ) -> dict[int, State]:
     """GDN states rebuilt from the last `k` stored hidden rows of each replay group; k = 0: none."""
     states: dict[int, State] = {}
     if k == 0:
         return states
     for i, block in enumerate(model.model.layers):
-        if block.block_type == "full_attention":
+        if attends(block):
             continue
         if i - 1 in hidden:
             x = hidden[i - 1][:, -k:]
-        out, states[i] = gdn(block.linear_attn, norm(block.input_layernorm, x), None, speedup)
-        x = x + out
-        x = x + _mlp(block, x)
+        out, states[i] = gdn(block.linear_attn, _normed(block, x), None, speedup)
+        x = _added(block, x, out)
     return states
 
 
 def replay_tokens(
-    model: Qwen3_5ForCausalLM, ids: Tensor, kv: dict[int, tuple[Tensor, Tensor]], k: int
+    model: Net, ids: Tensor, kv: dict[int, tuple[Tensor, Tensor]], k: int
 ) -> dict[int, State]:
     """GDN states rebuilt without hiddens: the last `k` of `ids` `[B, T]` run with the stored KV."""
     length = ids.shape[1]
@@ -123,31 +129,40 @@ def replay_tokens(
     rope = rotary(model, length - k, length)
     states: dict[int, State] = {}
     for i, block in enumerate(model.model.layers):
-        y = norm(block.input_layernorm, x)
-        if block.block_type == "full_attention":
+        y = _normed(block, x)
+        if attends(block):
             out, _ = attention(block.self_attn, y, rope, stored=kv[i])
         else:
             out, states[i] = gdn(block.linear_attn, y, None)
-        x = x + out
-        x = x + _mlp(block, x)
+        x = _added(block, x, out)
     return states
 
 
-def rotary(model: Qwen3_5ForCausalLM, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[1, stop - start, rotary dims]` of text positions."""
-    positions = torch.arange(start, stop, device=model.lm_head.weight.device).view(1, 1, -1)
-    return model.model.rotary_emb(model.lm_head.weight, positions.expand(3, -1, -1))
+def attends(block: nn.Module) -> bool:
+    """Whether a layer is one of full attention."""
+    return hasattr(block, "self_attn")
+
+
+def rotary(model: Net, start: int, stop: int) -> Rope | None:
+    """Cosines and sines `[1, stop - start, rotary dims]` of text positions; None without any."""
+    positions = torch.arange(start, stop, device=model.lm_head.weight.device).view(1, -1)
+    if isinstance(model, Qwen3_5ForCausalLM):
+        positions = positions.expand(3, 1, -1)
+    embed = model.model.rotary_emb
+    return embed(model.lm_head.weight, positions) if embed is not None else None
 
 
 def norm(module: nn.Module, x: Tensor) -> Tensor:
-    """RMS norm whose weight is stored minus one."""
+    """RMS norm; Qwen3.5 stores its weight minus one."""
+    if hasattr(module, "variance_epsilon"):
+        return F.rms_norm(x, (x.shape[-1],), module.weight, module.variance_epsilon)
     return F.rms_norm(x, (x.shape[-1],), 1.0 + module.weight, module.eps)
 
 
 def attention(
     layer: nn.Module,
     x: Tensor,
-    rope: tuple[Tensor, Tensor],
+    rope: Rope | None,
     past: tuple[Tensor, Tensor] | None = None,
     stored: tuple[Tensor, Tensor] | None = None,
     window: int | None = None,
@@ -157,12 +172,9 @@ def attention(
     `past` stands before x's own keys and values, `stored` instead of them too; `window` is how
     many tokens are seen from each, None = all.
     """
-    dim = layer.head_dim
-    q, gate = layer.q_proj(x).unflatten(-1, (-1, 2 * dim)).chunk(2, dim=-1)
-    q = _rotate(norm(layer.q_norm, q).transpose(1, 2), rope)
-    k = layer.k_proj(x).unflatten(-1, (-1, dim))
-    k = _rotate(norm(layer.k_norm, k).transpose(1, 2), rope)
-    v = layer.v_proj(x).unflatten(-1, (-1, dim)).transpose(1, 2)
+    q, k, gate = _queries(layer, x)
+    q, k = _rotate(q.transpose(1, 2), rope), _rotate(k.transpose(1, 2), rope)
+    v = layer.v_proj(x).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2)
     mask = None
     if stored is not None:
         k, v = stored
@@ -182,7 +194,9 @@ def attention(
         is_causal=mask is None,
         scale=layer.scaling,
     )
-    out = out.transpose(1, 2) * gate.sigmoid()
+    out = out.transpose(1, 2)
+    if gate is not None:
+        out = out * gate.sigmoid()
     return layer.o_proj(out.flatten(2)), (k, v)
 
 
@@ -190,7 +204,8 @@ def gdn(
     layer: nn.Module, x: Tensor, state: State | None, speedup: float | None = 1.0
 ) -> tuple[Tensor, State]:
     """GDN sublayer on `x` `[B, T, D]`, normed; returns its output and the state after it."""
-    qkv = layer.in_proj_qkv(x).transpose(1, 2)
+    qkv, z, a, beta = _gdn_inputs(layer, x)
+    qkv = qkv.transpose(1, 2)
     width = layer.conv_kernel_size - 1
     qkv = F.pad(qkv, (width, 0)) if state is None else torch.cat((state.conv_state, qkv), 2)
     conv_state = qkv[:, :, -width:]
@@ -199,7 +214,7 @@ def gdn(
     q = _unit(q.unflatten(-1, (-1, layer.head_k_dim))).transpose(1, 2) * layer.head_k_dim**-0.5
     k = _unit(k.unflatten(-1, (-1, layer.head_k_dim))).transpose(1, 2)
     v = v.unflatten(-1, (-1, layer.head_v_dim)).transpose(1, 2)
-    beta = layer.in_proj_b(x).sigmoid().transpose(1, 2)
+    beta = beta.transpose(1, 2)
     recurrent_state = (
         state.recurrent_state
         if state
@@ -210,13 +225,17 @@ def gdn(
         read = (q * k).sum(-1).repeat_interleave(repeat, 1) * beta
         out = read.unsqueeze(-1) * v
     else:
-        decay = layer.A_log.exp() * F.softplus(layer.in_proj_a(x) + layer.dt_bias)
+        decay = layer.A_log.exp() * F.softplus(a + layer.dt_bias)
         g = -speedup * decay.transpose(1, 2)
         out, recurrent_state = delta_rule((q, k, v), g, beta, recurrent_state)
     out = out.transpose(1, 2)
-    z = layer.in_proj_z(x).unflatten(-1, (-1, layer.head_v_dim))
-    out = F.rms_norm(out, out.shape[-1:], layer.norm.weight, layer.layer_norm_epsilon) * F.silu(z)
-    return layer.out_proj(out.flatten(2)), State(conv_state, recurrent_state)
+    gate = F.silu(z.unflatten(-1, (-1, layer.head_v_dim)))
+    if hasattr(layer, "o_norm"):
+        out, last = norm(layer.o_norm, out), layer.o_proj
+    else:
+        out = F.rms_norm(out, out.shape[-1:], layer.norm.weight, layer.layer_norm_epsilon)
+        last = layer.out_proj
+    return last((out * gate).flatten(2)), State(conv_state, recurrent_state)
 
 
 def delta_rule(
@@ -270,8 +289,44 @@ def _gdn_in_parts(layer: nn.Module, x: Tensor, memory: Memory) -> Tensor:
     return torch.cat([gdn(layer, part, None, memory.speedup)[0] for part in parts], 1)
 
 
-def _mlp(block: nn.Module, x: Tensor) -> Tensor:
-    y = norm(block.post_attention_layernorm, x)
+def _gdn_inputs(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k and v in one, the output's gate, the decay's input, and beta, each `[B, T, .]`."""
+    if hasattr(layer, "in_proj_qkv"):
+        beta = layer.in_proj_b(x).sigmoid()
+        return layer.in_proj_qkv(x), layer.in_proj_z(x), layer.in_proj_a(x), beta
+    qkv = torch.cat((layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)), -1)
+    beta = layer.b_proj(x).sigmoid() * (2 if layer.allow_neg_eigval else 1)
+    return qkv, layer.g_proj(x), layer.a_proj(x), beta
+
+
+def _queries(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Queries and keys `[B, T, H, K]`, normed, and the output's gate.
+
+    Qwen3.5 norms each head and has a gate, OLMo-Hybrid norms all heads together and has none.
+    """
+    heads = (-1, layer.head_dim)
+    if layer.q_norm.weight.numel() == layer.q_proj.out_features:
+        q, k = norm(layer.q_norm, layer.q_proj(x)), norm(layer.k_norm, layer.k_proj(x))
+        return q.unflatten(-1, heads), k.unflatten(-1, heads), None
+    q, gate = layer.q_proj(x).unflatten(-1, (-1, 2 * layer.head_dim)).chunk(2, dim=-1)
+    return norm(layer.q_norm, q), norm(layer.k_norm, layer.k_proj(x).unflatten(-1, heads)), gate
+
+
+def _normed(block: nn.Module, x: Tensor) -> Tensor:
+    """What a layer's sublayer reads; OLMo-Hybrid's FA reads it as it is."""
+    return norm(block.input_layernorm, x) if hasattr(block, "input_layernorm") else x
+
+
+def _added(block: nn.Module, x: Tensor, out: Tensor) -> Tensor:
+    """A layer's output: what its sublayer and its MLP add to `x`, in OLMo-Hybrid's FA normed."""
+    if hasattr(block, "post_feedforward_layernorm"):
+        x = x + norm(block.post_attention_layernorm, out)
+        return x + norm(block.post_feedforward_layernorm, _mlp(block, x))
+    x = x + out
+    return x + _mlp(block, norm(block.post_attention_layernorm, x))
+
+
+def _mlp(block: nn.Module, y: Tensor) -> Tensor:
     return block.mlp.down_proj(F.silu(block.mlp.gate_proj(y)) * block.mlp.up_proj(y))
 
 
@@ -279,7 +334,9 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def _rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+def _rotate(x: Tensor, rope: Rope | None) -> Tensor:
+    if rope is None:
+        return x
     cos, sin = rope
     turned, kept = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), -1)
     a, b = turned.chunk(2, -1)

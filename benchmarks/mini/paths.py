@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Qwen3_5ForCausalLM
 
-from mini.forward import Stored, extend
+from mini.forward import Net, Stored, extend
 from mini.tasks import TASKS, Corpus, Load, Sample
 
 WINDOW = 4
@@ -26,9 +25,7 @@ PATHS = {
 """Column -> whether the states are kept, and whether FA sees all of the prefix."""
 
 
-def table(
-    model: Qwen3_5ForCausalLM, corpus: Corpus, lengths: Sequence[int], samples: int = 32
-) -> Iterator[str]:
+def table(model: Net, corpus: Corpus, lengths: Sequence[int], samples: int = 32) -> Iterator[str]:
     """Lines of a Markdown table: share of right answers with each path cut, by task and length."""
     yield f"| task | tokens | n | {' | '.join(PATHS)} |"
     yield "|---|---|---|" + "---|" * len(PATHS)
@@ -47,9 +44,7 @@ def table(
 
 
 @torch.no_grad()
-def carried(
-    model: Qwen3_5ForCausalLM, corpus: Corpus, task: str, load: Load, samples: int
-) -> dict[str, Tensor]:
+def carried(model: Net, corpus: Corpus, task: str, load: Load, samples: int) -> dict[str, Tensor]:
     """Whether each answer is the most probable token `[n]`, by column of `PATHS`."""
     rng = np.random.default_rng(2)
     rows = [TASKS[task](corpus, rng, load) for _ in range(samples)]
@@ -61,7 +56,7 @@ def carried(
     return {name: torch.cat(found) for name, found in hits.items()}
 
 
-def _hits(model: Qwen3_5ForCausalLM, rows: list[Sample]) -> Iterator[tuple[str, Tensor]]:
+def _hits(model: Net, rows: list[Sample]) -> Iterator[tuple[str, Tensor]]:
     ids = torch.from_numpy(np.stack([row.ids for row in rows]))
     m = rows[0].boundary
     answer = torch.from_numpy(np.stack([row.answer for row in rows]))[:, m + 1 :]

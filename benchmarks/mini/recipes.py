@@ -63,6 +63,8 @@ class Recipe:
     """Run whose weights are the start."""
     anew: bool = True
     """Of a base, whether FA starts anew all the same, adding nothing at first."""
+    family: str = "qwen3_5_text"
+    """`model_type` of its configuration."""
     shape: dict[str, int] = field(default_factory=dict)
     """Changes to the shape of the model."""
 
@@ -105,6 +107,17 @@ RECIPES = {
         ),
         copier=False,
         base="retrieval",
+    ),
+    "olmo": Recipe(
+        (
+            Level(64, attends=False, mix=WARM, packed=1.0, alphabet=(32, 12), batch_tokens=2048),
+            Level(64, attends=False, mix=WARM, packed=1.0, alphabet=(128, 24), batch_tokens=2048),
+            Level(64, attends=False, mix=WARM, packed=1.0, batch_tokens=2048),
+            Level(128, attends=False, mix=WARM, batch_tokens=2048),
+            Level(256, mix=MIXED, keys=12, ease=0.4, pass_at=2.0),
+        ),
+        copier=False,
+        family="olmo_hybrid",
     ),
     "s3": Recipe(
         (

@@ -6,9 +6,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Qwen3_5ForCausalLM
 
-from mini.forward import Memory, Stored, extend, hidden_states, replay
+from mini.forward import Memory, Net, Stored, extend, hidden_states, replay
 from mini.model import half_lives
 from mini.tasks import TASKS, Corpus, Load, Sample
 
@@ -18,7 +17,7 @@ RATIOS = {"full": None, "zero": 0.0, "tail20": 0.2}
 
 @torch.no_grad()
 def recall(
-    model: Qwen3_5ForCausalLM,
+    model: Net,
     corpus: Corpus,
     task: str,
     load: Load,
@@ -38,9 +37,7 @@ def recall(
 
 
 @torch.no_grad()
-def text_loss(
-    model: Qwen3_5ForCausalLM, corpus: Corpus, length: int = 512, speedup: float | None = 1.0
-) -> float:
+def text_loss(model: Net, corpus: Corpus, length: int = 512, speedup: float | None = 1.0) -> float:
     """Mean loss in nats a token on held-back text, over the second half of each passage."""
     rng = np.random.default_rng(1)
     ids = torch.from_numpy(
@@ -53,7 +50,7 @@ def text_loss(
 
 @torch.no_grad()
 def continuation(
-    model: Qwen3_5ForCausalLM, corpus: Corpus, m: int, samples: int = 32, ahead: int = 16
+    model: Net, corpus: Corpus, m: int, samples: int = 32, ahead: int = 16
 ) -> dict[str, tuple[float, float]]:
     """Held-back text after a prefix of `m` tokens: agreement with full, and loss, by column.
 
@@ -79,7 +76,7 @@ def continuation(
     }
 
 
-def table(model: Qwen3_5ForCausalLM, corpus: Corpus, longest: int = 2048) -> Iterator[str]:
+def table(model: Net, corpus: Corpus, longest: int = 2048) -> Iterator[str]:
     """Lines of a Markdown table: every task at several lengths, then held-back text."""
     yield f"| task | tokens | {' | '.join(RATIOS)} |"
     yield "|---|---|" + "---|" * len(RATIOS)
@@ -100,7 +97,7 @@ def table(model: Qwen3_5ForCausalLM, corpus: Corpus, longest: int = 2048) -> Ite
         length *= 2
 
 
-def lives(model: Qwen3_5ForCausalLM) -> Iterator[str]:
+def lives(model: Net) -> Iterator[str]:
     """Lines of a Markdown table: half-lives of the GDN heads in tokens, layer by layer."""
     yield "| GDN layer | half-lives of its heads, tokens |"
     yield "|---|---|"
@@ -109,7 +106,7 @@ def lives(model: Qwen3_5ForCausalLM) -> Iterator[str]:
 
 
 def _columns(
-    model: Qwen3_5ForCausalLM, ids: Tensor, m: int, speedup: float | None
+    model: Net, ids: Tensor, m: int, speedup: float | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Final hidden states of `ids` from `m` on, for each way of getting the states at `m`."""
     _, stored = extend(model, ids[:, :m], None, speedup)
@@ -120,9 +117,7 @@ def _columns(
         yield name, extend(model, ids[:, m:], Stored(stored.kv, {}, states), speedup)[0]
 
 
-def _hits(
-    model: Qwen3_5ForCausalLM, rows: list[Sample], speedup: float | None
-) -> dict[str, Tensor]:
+def _hits(model: Net, rows: list[Sample], speedup: float | None) -> dict[str, Tensor]:
     ids = torch.from_numpy(np.stack([row.ids for row in rows]))
     m = rows[0].boundary
     answer = torch.from_numpy(np.stack([row.answer for row in rows]))[:, m:]

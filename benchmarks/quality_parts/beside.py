@@ -3,9 +3,8 @@
 import math
 
 import torch
-from mini.forward import Stored, extend, replay, replay_tokens
+from mini.forward import Net, Stored, extend, replay, replay_tokens
 from torch import Tensor
-from transformers import Qwen3_5ForCausalLM
 
 from tailreplay.connector.plan import CONV_ROWS
 
@@ -22,14 +21,14 @@ def tail_rows(m: int) -> int:
 
 
 @torch.no_grad()
-def prefilled(model: Qwen3_5ForCausalLM, context: list[int]) -> Stored:
+def prefilled(model: Net, context: list[int]) -> Stored:
     """Keys, values and hiddens of a context."""
     return extend(model, torch.tensor([context]), None)[1]
 
 
 @torch.no_grad()
 def beside(
-    model: Qwen3_5ForCausalLM, stored: Stored, prompt: list[int], m: int, new_tokens: int
+    model: Net, stored: Stored, prompt: list[int], m: int, new_tokens: int
 ) -> dict[str, tuple[Tensor, list[int]]]:
     """Logits behind the boundary `[q, V]` and continuation, by column.
 
@@ -58,9 +57,7 @@ def in_fp8(hidden: Tensor) -> Tensor:
     return (hidden / scale).to(torch.float8_e4m3fn).to(hidden.dtype) * scale
 
 
-def _answered(
-    model: Qwen3_5ForCausalLM, ids: Tensor, past: Stored, new_tokens: int
-) -> tuple[Tensor, list[int]]:
+def _answered(model: Net, ids: Tensor, past: Stored, new_tokens: int) -> tuple[Tensor, list[int]]:
     out, past = extend(model, ids, past)
     logits = model.lm_head(out[0])
     tokens = [int(logits[-1].argmax())]
