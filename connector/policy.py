@@ -10,7 +10,8 @@ Mode = Literal["exact", "tail", "auto", "zero", "off"]
 """What a request asks for.
 
 exact: the nearest checkpoint, and the gap to the boundary closed exactly.
-tail: every state rebuilt from the last k hiddens alone; approximate.
+tail: every state rebuilt from the last k hiddens alone; approximate. Where hiddens are gone, from
+    the last k tokens and the stored keys and values.
 auto: exact where that is no more work than a tail that keeps to the error budget, else that tail;
     the error of a tail is told beforehand by figures noted when the prefix was prefilled.
 zero: keys and values with zero states; for evaluation only.

@@ -97,6 +97,7 @@ def tiny_olmo(dtype: torch.dtype = torch.float32, seed: int = 0) -> OlmoHybridFo
         eos_token_id=None,
         **LINEAR_LAYERS,
     )
+    config.rope_parameters = None  # a default would take the place of None in the arguments
     return _random(OlmoHybridForCausalLM, config, dtype, seed)
 
 
