@@ -1432,6 +1432,8 @@ class EraseResponse(_message.Message):
     CPU_OBJECTS_LEFT_FIELD_NUMBER: _builtins.int
     REDIS_KEYS_LEFT_FIELD_NUMBER: _builtins.int
     HAS_REDIS_FIELD_NUMBER: _builtins.int
+    STORES_FIELD_NUMBER: _builtins.int
+    SILENT_STORES_FIELD_NUMBER: _builtins.int
     namespaces: _builtins.int
     overwritten_bytes: _builtins.int
     """Bytes overwritten in the pool."""
@@ -1442,6 +1444,12 @@ class EraseResponse(_message.Message):
     """Counted afterwards: what the index and the pool have of the tenant, and its keys in Redis."""
     redis_keys_left: _builtins.int
     has_redis: _builtins.bool
+    stores: _builtins.int
+    """Other stores of the same Redis that were asked to erase theirs; figures above are of all that
+    have answered.
+    """
+    silent_stores: _builtins.int
+    """Those of them that did not answer in time; one that lives erases when it reaches Redis again."""
     @_builtins.property
     def removed(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierBytes]: ...
     def __init__(
@@ -1455,10 +1463,12 @@ class EraseResponse(_message.Message):
         cpu_objects_left: _builtins.int = ...,
         redis_keys_left: _builtins.int = ...,
         has_redis: _builtins.bool = ...,
+        stores: _builtins.int = ...,
+        silent_stores: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_objects_left", b"cpu_objects_left", "has_redis", b"has_redis", "held_objects", b"held_objects", "namespaces", b"namespaces", "overwritten_bytes", b"overwritten_bytes", "redis_keys_deleted", b"redis_keys_deleted", "redis_keys_left", b"redis_keys_left", "removed", b"removed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_objects_left", b"cpu_objects_left", "has_redis", b"has_redis", "held_objects", b"held_objects", "namespaces", b"namespaces", "overwritten_bytes", b"overwritten_bytes", "redis_keys_deleted", b"redis_keys_deleted", "redis_keys_left", b"redis_keys_left", "removed", b"removed", "silent_stores", b"silent_stores", "stores", b"stores"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1699,6 +1709,8 @@ class RemovePublicResponse(_message.Message):
     CPU_OBJECTS_LEFT_FIELD_NUMBER: _builtins.int
     REDIS_KEYS_LEFT_FIELD_NUMBER: _builtins.int
     HAS_REDIS_FIELD_NUMBER: _builtins.int
+    STORES_FIELD_NUMBER: _builtins.int
+    SILENT_STORES_FIELD_NUMBER: _builtins.int
     kept_tokens: _builtins.int
     """Leading tokens that stay, since another open prefix has them too."""
     overwritten_bytes: _builtins.int
@@ -1707,6 +1719,8 @@ class RemovePublicResponse(_message.Message):
     cpu_objects_left: _builtins.int
     redis_keys_left: _builtins.int
     has_redis: _builtins.bool
+    stores: _builtins.int
+    silent_stores: _builtins.int
     @_builtins.property
     def removed(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierBytes]:
         """As in EraseResponse."""
@@ -1722,10 +1736,12 @@ class RemovePublicResponse(_message.Message):
         cpu_objects_left: _builtins.int = ...,
         redis_keys_left: _builtins.int = ...,
         has_redis: _builtins.bool = ...,
+        stores: _builtins.int = ...,
+        silent_stores: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_objects_left", b"cpu_objects_left", "has_redis", b"has_redis", "held_objects", b"held_objects", "kept_tokens", b"kept_tokens", "overwritten_bytes", b"overwritten_bytes", "redis_keys_deleted", b"redis_keys_deleted", "redis_keys_left", b"redis_keys_left", "removed", b"removed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_objects_left", b"cpu_objects_left", "has_redis", b"has_redis", "held_objects", b"held_objects", "kept_tokens", b"kept_tokens", "overwritten_bytes", b"overwritten_bytes", "redis_keys_deleted", b"redis_keys_deleted", "redis_keys_left", b"redis_keys_left", "removed", b"removed", "silent_stores", b"silent_stores", "stores", b"stores"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -501,7 +501,8 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Erase(self, request, context):
-        """As Clear of one tenant; also overwrites its bytes in the pool and scans Redis for what is left.
+        """As Clear of one tenant, at every store of the same Redis; also overwrites its bytes in the pools
+        and scans Redis for what is left.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -184,7 +184,9 @@ class AdminStub:
     Clear: _grpc.UnaryUnaryMultiCallable[_store_pb2.ClearRequest, _store_pb2.ClearResponse]
     """Forgets objects, in both tiers."""
     Erase: _grpc.UnaryUnaryMultiCallable[_store_pb2.EraseRequest, _store_pb2.EraseResponse]
-    """As Clear of one tenant; also overwrites its bytes in the pool and scans Redis for what is left."""
+    """As Clear of one tenant, at every store of the same Redis; also overwrites its bytes in the pools
+    and scans Redis for what is left.
+    """
     Inspect: _grpc.UnaryUnaryMultiCallable[_store_pb2.InspectRequest, _store_pb2.InspectResponse]
     """Every object along the longest stored prefix of some tokens."""
     SetMode: _grpc.UnaryUnaryMultiCallable[_store_pb2.SetModeRequest, _store_pb2.SetModeResponse]
@@ -222,7 +224,9 @@ class AdminAsyncStub(AdminStub):
     Clear: _aio.UnaryUnaryMultiCallable[_store_pb2.ClearRequest, _store_pb2.ClearResponse]  # type: ignore[assignment]
     """Forgets objects, in both tiers."""
     Erase: _aio.UnaryUnaryMultiCallable[_store_pb2.EraseRequest, _store_pb2.EraseResponse]  # type: ignore[assignment]
-    """As Clear of one tenant; also overwrites its bytes in the pool and scans Redis for what is left."""
+    """As Clear of one tenant, at every store of the same Redis; also overwrites its bytes in the pools
+    and scans Redis for what is left.
+    """
     Inspect: _aio.UnaryUnaryMultiCallable[_store_pb2.InspectRequest, _store_pb2.InspectResponse]  # type: ignore[assignment]
     """Every object along the longest stored prefix of some tokens."""
     SetMode: _aio.UnaryUnaryMultiCallable[_store_pb2.SetModeRequest, _store_pb2.SetModeResponse]  # type: ignore[assignment]
@@ -305,7 +309,9 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _store_pb2.EraseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.EraseResponse, _abc.Awaitable[_store_pb2.EraseResponse]]:
-        """As Clear of one tenant; also overwrites its bytes in the pool and scans Redis for what is left."""
+        """As Clear of one tenant, at every store of the same Redis; also overwrites its bytes in the pools
+        and scans Redis for what is left.
+        """
 
     @_abc_1.abstractmethod
     def Inspect(
