@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from google.protobuf.message import Message
 
+    from tailreplay.proto import store_pb2 as pb
+
 
 class Format(StrEnum):
     """How an answer is written."""
@@ -118,6 +120,12 @@ def size_of(name: str, text: str) -> int:
     if size >= 1 << 63:
         fail(f"{name} is {text!r}, wanted less than 8 EiB")
     return size
+
+
+def is_left(answer: pb.EraseResponse | pb.RemovePublicResponse) -> bool:
+    """Whether anything is left of what was erased, or somebody did not say so."""
+    counted = (answer.cpu_objects_left, answer.redis_keys_left, answer.held_objects)
+    return any(counted) or bool(answer.silent_stores)
 
 
 def fail(message: str) -> NoReturn:

@@ -9,7 +9,7 @@ import typer
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import cli_tables
 from tailreplay.store.cli_command import Asked, command
-from tailreplay.store.cli_io import fail, plain
+from tailreplay.store.cli_io import fail, is_left, plain
 from tailreplay.store.cli_quota import Digest, Tenant, tenant_of
 
 app = typer.Typer()
@@ -84,5 +84,5 @@ def erase(
     request = pb.EraseRequest(tenant=tenant_of(tenant, digest))
     answer = asked.admin("Erase", request)
     asked.write(plain(answer), cli_tables.removed)
-    if answer.cpu_objects_left or answer.redis_keys_left or answer.held_objects:
+    if is_left(answer):
         raise typer.Exit(1)

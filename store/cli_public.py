@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import cli_tables
 from tailreplay.store.cli_command import Asked, command
-from tailreplay.store.cli_io import Namespace, fail, plain, read_prompt
+from tailreplay.store.cli_io import Namespace, fail, is_left, plain, read_prompt
 from tailreplay.store.errors import InvalidRequest
 from tailreplay.store.tokens import extended_tokens, to_wire
 
@@ -57,9 +57,9 @@ def list_public(asked: Asked) -> None:
 def remove(asked: Asked, prefix_hash: Hash) -> None:
     """Close a prefix, erase it, and count what is left; code 1 unless that is nothing."""
     request = pb.RemovePublicRequest(prefix_hash=_hash(prefix_hash))
-    answer: Any = asked.admin("RemovePublic", request)
+    answer: pb.RemovePublicResponse = asked.admin("RemovePublic", request)
     asked.write(plain(answer), cli_tables.removed)
-    if answer.cpu_objects_left or answer.redis_keys_left or answer.held_objects:
+    if is_left(answer):
         raise typer.Exit(1)
 
 

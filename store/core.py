@@ -17,9 +17,14 @@ from tailreplay.store.catalog import Catalog
 from tailreplay.store.chain import digest_key
 from tailreplay.store.client_names import ClientNames
 from tailreplay.store.config import INDEX_BLOCK_BYTES
+from tailreplay.store.eraser import Eraser
+from tailreplay.store.erasure_ledger import ErasureLedger
+from tailreplay.store.erasures import Erasures
 from tailreplay.store.errors import InvalidRequest, StoreUnavailable
+from tailreplay.store.forgetter import Forgetter
 from tailreplay.store.lane_wire import LaneRecord, Pace, RecordKind
 from tailreplay.store.leases import Lease, Leases
+from tailreplay.store.ledger import Ledger
 from tailreplay.store.namespace import NAMESPACE_BYTES, tenant_digest
 from tailreplay.store.objects import Kind
 from tailreplay.store.operator_pins import OperatorPins
@@ -30,9 +35,9 @@ from tailreplay.store.publisher import Publisher
 from tailreplay.store.reader import Frame, Reader
 from tailreplay.store.redis_settings import (
     bulk_tiers,
-    redis_ledger,
     redis_manifests,
     redis_shared_index,
+    redis_tables,
     redis_tier,
 )
 from tailreplay.store.sightings import Sightings
@@ -44,6 +49,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
     from tailreplay.store.config import StoreConfig
+    from tailreplay.store.eraser import Erased
+    from tailreplay.store.erasure_ledger import Erasure
     from tailreplay.store.record import Record
     from tailreplay.store.runs import Run
 
@@ -118,11 +125,13 @@ class Store:
             max_object_bytes=config.max_object_bytes,
             sightings=Sightings(_SIGHTINGS) if config.admit == "second" else None,
         )
-        self._ledger = redis_ledger(config)
+        self._tables = redis_tables(config)
+        ledger = Ledger(self._tables) if self._tables is not None else None
+        eraser = Eraser(self.catalog, self.tiers, ledger)
         self.operators = Operators(
             self.catalog,
             self.tiers,
-            self._ledger,
+            ledger,
             OperatorPins(
                 self.catalog,
                 self.tiers,
@@ -133,14 +142,19 @@ class Store:
             digest_key=self._digest_key,
             clock=clock,
         )
+        self.erasures = Erasures(self._erasure_ledger(), eraser, self._erase_here)
+        self.forgetter = Forgetter(
+            self.catalog.quotas, self.operators, ledger, eraser, self.erasures
+        )
         self.publisher = Publisher(
             self.catalog,
-            self.operators.eraser,
-            self._ledger,
+            self.erasures,
+            ledger,
             self._client_names,
             has_tenants=config.token_file is not None,
             clock=clock,
         )
+        self._eraser = eraser
         self._closing = threading.Event()
         self._background = [
             threading.Thread(target=self._tick, name="store-tick", daemon=True),
@@ -149,7 +163,7 @@ class Store:
         ]
         self._restored = self._restore()
         if self._restored:
-            self.publisher.tick()  # what is public is so from the first request on
+            self._join()
         for thread in self._background:
             thread.start()
 
@@ -372,13 +386,36 @@ class Store:
         for thread in self._background:
             if thread.is_alive():
                 thread.join()
+        if self.tiers.redis_status().get("healthy"):
+            self.erasures.leave()
         self.tiers.close()
         if self.manifests is not None:
             self.manifests.close()
-        if self._ledger is not None:
-            self._ledger.close()
+        if self._tables is not None:
+            self._tables.close()
         if self._shared is not None:
             self._shared.close()
+
+    def _erasure_ledger(self) -> ErasureLedger | None:
+        if self._tables is None:
+            return None
+        return ErasureLedger(self._tables, self.boot_id.to_bytes(8, "little"))
+
+    def _erase_here(self, erasure: Erasure) -> Erased:
+        """Takes out what this store has of what is to be erased everywhere."""
+        if not erasure.block:
+            return self.forgetter.erase_here(erasure)
+        self.publisher.refresh()  # or what is closed would be spared as open
+        (namespace,) = erasure.namespaces
+        return self._eraser.drop_prefix(namespace, erasure.block)
+
+    def _join(self) -> None:
+        """Takes over what holds for all stores, before the first request."""
+        try:
+            self.publisher.refresh()
+            self.erasures.join()
+        except StoreUnavailable as error:
+            logger.debug("what holds for all stores is not known yet: %s", error)
 
     def _restore(self) -> bool:
         """Lists what Redis has; says whether that was everything."""
@@ -414,6 +451,7 @@ class Store:
         """Does what is to be done again and again, and may wait for Redis."""
         forget_at_s = self._clock() + _FORGET_EVERY_S
         while not self._closing.wait(_KEEP_UP_EVERY_S):
+            self.erasures.tick()
             self.operators.tick()
             self.publisher.tick()
             self._renew_used()

@@ -13,7 +13,7 @@ from tailreplay.store.errors import StoreUnavailable
 from tailreplay.store.tier_bytes import count_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from tailreplay.store.catalog import Catalog
     from tailreplay.store.ledger import Ledger
@@ -41,6 +41,10 @@ class Erased:
         redis_keys: keys deleted in Redis, manifests among them.
         left_in_cpu: objects that the index or the pool still has.
         left_in_redis: keys in Redis.
+        namespaces: those that were gone through.
+        names: of prefixes, if only those were to go; None = all of the namespaces.
+        stores: other stores that were asked to do the same.
+        silent_stores: those of them that have not answered.
     """
 
     removed: Counter[tuple[TierName, Kind, str]] = field(default_factory=Counter)
@@ -49,6 +53,23 @@ class Erased:
     redis_keys: int = 0
     left_in_cpu: int = 0
     left_in_redis: int = 0
+    namespaces: set[bytes] = field(default_factory=set)
+    names: set[bytes] | None = None
+    stores: int = 0
+    silent_stores: int = 0
+
+    @property
+    def objects(self) -> int:
+        """Objects that have gone, in each tier."""
+        return sum(n for (_, _, what), n in self.removed.items() if what == "objects")
+
+    def add(self, other: Erased) -> None:
+        """Adds what was done in a CPU tier elsewhere, or once more."""
+        self.removed.update(other.removed)
+        self.overwritten_bytes += other.overwritten_bytes
+        self.held += other.held
+        self.left_in_cpu += other.left_in_cpu
+        self.namespaces |= other.namespaces
 
 
 class Eraser:
@@ -78,46 +99,44 @@ class Eraser:
         done = Erased()
         every = self._catalog.select
         records = every(lambda _: True) if namespaces is None else self._all_of(namespaces)
-        self._drop(records, done, overwrite=False)
+        self._drop(records, done, in_redis=True)
         spaces = self._catalog.namespaces() if namespaces is None else namespaces
-        self._delete_in_redis(spaces, done)
+        try:
+            self._delete_in_redis(spaces, done, None)
+        except StoreUnavailable as error:
+            raise StoreUnavailable(f"the CPU tier was cleared, Redis was not: {error}") from error
         return done
 
-    def erase(self, namespaces: Collection[bytes]) -> Erased:
-        """As `clear`, and overwrites the bytes in the pool, and counts what is left.
+    def drop(self, namespaces: Collection[bytes]) -> Erased:
+        """Overwrites in the pool what there is of namespaces, and counts what is left of it.
 
-        Raises:
-            StoreUnavailable: Redis does not answer, so that there is no proof; the CPU tier has
-                been cleared.
+        What Redis has of them stays, for `delete_in_redis`.
         """
-        done = Erased()
-        self._drop(self._all_of(namespaces), done, overwrite=True)
-        self._delete_in_redis(namespaces, done)
+        done = Erased(namespaces=set(namespaces))
+        self._drop(self._all_of(namespaces), done, in_redis=False)
         done.left_in_cpu = len(self._all_of(namespaces))
         return done
 
-    def erase_prefix(
-        self, namespace: bytes, blocks: Sequence[bytes], spared: Callable[[bytes], bool]
-    ) -> Erased:
-        """As `erase`, of the last blocks of a prefix and all that goes on from them.
+    def drop_prefix(self, namespace: bytes, block: bytes) -> Erased:
+        """As `drop`, of a block of the public scope and all that goes on from it.
 
-        Args:
-            namespace: whose.
-            blocks: their names, in order; none = nothing goes.
-            spared: whether an object of that name stays.
+        What other public prefixes have stays.
+        """
+        self._list_all_of(namespace)
+        records = self._behind(namespace, block)
+        names = {block, *(record.name.prefix_hash for record in records)}
+        done = Erased(namespaces={namespace}, names=names)
+        self._drop(records, done, in_redis=False)
+        done.left_in_cpu = len(self._behind(namespace, block))
+        return done
+
+    def delete_in_redis(self, done: Erased) -> None:
+        """Deletes what Redis has of what was dropped, known to the index or not, and counts.
 
         Raises:
-            StoreUnavailable: as `erase`.
+            StoreUnavailable: Redis does not answer, so that there is no proof.
         """
-        done = Erased()
-        if blocks:
-            self._list_all_of(namespace)
-            records = self._behind(namespace, blocks[0], spared)
-            names = {*blocks, *(record.name.prefix_hash for record in records)}
-            self._drop(records, done, overwrite=True)
-            self._delete_in_redis([namespace], done, names)
-            done.left_in_cpu = len(self._behind(namespace, blocks[0], spared))
-        return done
+        self._delete_in_redis(done.namespaces, done, done.names)
 
     def _list_all_of(self, namespace: bytes) -> None:
         """Lists what other stores have put into Redis as well."""
@@ -129,19 +148,21 @@ class Eraser:
     def _all_of(self, namespaces: Collection[bytes]) -> list[Record]:
         return self._catalog.select(lambda r: r.name.namespace in namespaces)
 
-    def _behind(
-        self, namespace: bytes, block: bytes, spared: Callable[[bytes], bool]
-    ) -> list[Record]:
+    def _behind(self, namespace: bytes, block: bytes) -> list[Record]:
+        is_open = self._catalog.public.has
         records = self._catalog.behind(namespace, block)
-        return [record for record in records if not spared(record.name.prefix_hash)]
+        return [record for record in records if not is_open(namespace, record.name.prefix_hash)]
 
-    def _drop(self, records: Sequence[Record], done: Erased, *, overwrite: bool) -> None:
+    def _drop(self, records: Sequence[Record], done: Erased, *, in_redis: bool) -> None:
+        """Takes objects out; overwrites those that are to go from Redis by themselves."""
         held: list[ObjectName] = []
         for batch in _batches(records):
             names = [record.name for record in batch]
             count_in(done.removed, batch)
             self._catalog.lost(*batch)
-            done.overwritten_bytes += self._tiers.delete(names, overwrite=overwrite)
+            done.overwritten_bytes += self._tiers.delete(
+                names, overwrite=not in_redis, in_redis=in_redis
+            )
             held += self._tiers.held(names)
         done.held = len(self._let_go(held))
 
@@ -158,24 +179,18 @@ class Eraser:
         return held
 
     def _delete_in_redis(
-        self, namespaces: Collection[bytes], done: Erased, names: Collection[bytes] | None = None
+        self, namespaces: Collection[bytes], done: Erased, names: Collection[bytes] | None
     ) -> None:
         """Deletes what Redis has of namespaces, or of some prefixes in them."""
-        if self._ledger is None:
+        if self._ledger is None or not namespaces:
             return
-        for namespace in namespaces:
-            try:
-                keys = self._ledger.keys_of(namespace, names)
-                for _ in range(_ROUNDS):
-                    done.redis_keys += self._ledger.delete(keys) if keys else 0
-                    keys = self._ledger.keys_of(namespace, names)
-                    if not keys:
-                        break
-            except StoreUnavailable as error:
-                raise StoreUnavailable(
-                    f"the CPU tier was cleared, Redis was not: {error}"
-                ) from error
-            done.left_in_redis += len(keys)
+        keys = self._ledger.keys_of(namespaces, names)
+        for _ in range(_ROUNDS):
+            done.redis_keys += self._ledger.delete(keys) if keys else 0
+            keys = self._ledger.keys_of(namespaces, names)
+            if not keys:
+                break
+        done.left_in_redis += len(keys)
 
 
 def _batches(records: Sequence[Record]) -> Iterator[Sequence[Record]]:

@@ -23,13 +23,9 @@ from __future__ import annotations
 import logging
 import struct
 import time
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import redis
-
-from tailreplay.store.errors import StoreUnavailable
 from tailreplay.store.manifest_form import literal
-from tailreplay.store.manifest_seal import MARKS
 from tailreplay.store.namespace import NAMESPACE_BYTES, TENANT_BYTES
 from tailreplay.store.public_prefixes import PublicPrefix
 from tailreplay.store.quota import NO_LIMITS, Limits
@@ -37,20 +33,16 @@ from tailreplay.store.quota import NO_LIMITS, Limits
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from tailreplay.store.manifest_seal import Seal
-    from tailreplay.store.redis_servers import RedisServers
+    from tailreplay.store.redis_tables import RedisTables
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _LIMITS = struct.Struct("<QQ")
 _NONE = (1 << 64) - 1
 _SCAN_COUNT = 1000
 _DAY_S = 24 * 3600
 _OWNER_DAYS = 3
-_PLACED_BY = b"a:"
-"""What says which of several servers has the hashes."""
+_FEW = 8
 _PUBLIC = b"public"
 _PUBLISHED = struct.Struct("<32sd")
 
@@ -59,26 +51,15 @@ class Ledger:
     """Reads and writes operators' decisions. Thread-safe; every call is bounded by the timeout.
 
     Args:
-        servers: those that have the manifests; closed with this.
-        key_prefix: in front of every key.
-        seal: the form of values.
+        tables: where they are; closed with this.
         wall: seconds since the epoch.
 
     All methods raise StoreUnavailable when Redis does not answer.
     """
 
-    def __init__(
-        self,
-        servers: RedisServers,
-        key_prefix: str,
-        seal: Seal = MARKS,
-        wall: Callable[[], float] = time.time,
-    ) -> None:
-        self._servers = servers
-        self._seal = seal
+    def __init__(self, tables: RedisTables, wall: Callable[[], float] = time.time) -> None:
+        self._tables = tables
         self._wall = wall
-        self._redis = servers.clients[servers.owner(_PLACED_BY)]
-        self._prefix = key_prefix.encode()
 
     @property
     def day(self) -> int:
@@ -88,15 +69,15 @@ class Ledger:
     def owners_of(self, namespaces: Sequence[bytes]) -> dict[bytes, bytes]:
         """Tenants of those namespaces that have one."""
         tables = self._owner_tables()
-        pipe = self._redis.pipeline(transaction=False)
+        pipe = self._tables.client.pipeline(transaction=False)
         for table in tables:
             for space in namespaces:
-                pipe.hget(self._key(table), space)
-        answers = iter(self._run(pipe.execute))
+                pipe.hget(self._tables.key(table), space)
+        answers = iter(self._tables.run(pipe.execute))
         found = {}
         for table in tables:
             for space, value in zip(namespaces, answers, strict=False):
-                tenant = self._unsealed(table, space, value) if value is not None else None
+                tenant = self._tables.unsealed(table, space, value) if value is not None else None
                 if tenant is not None and len(tenant) == TENANT_BYTES:
                     found[space] = tenant
         return found
@@ -106,7 +87,7 @@ class Ledger:
         return {
             space
             for table in self._owner_tables()
-            for space, owner in self._all(table).items()
+            for space, owner in self._tables.all(table).items()
             if owner == tenant and len(space) == NAMESPACE_BYTES
         }
 
@@ -114,19 +95,18 @@ class Ledger:
         """Writes tenants by namespace, for today."""
         table = self._owner_tables()[0]
         if owners:
-            self._write(table, owners)
-            self._run(lambda: self._redis.pexpire(self._key(table), _OWNER_DAYS * _DAY_S * 1000))
+            self._tables.write(table, owners, _OWNER_DAYS * _DAY_S)
 
     def disown(self, namespaces: Iterable[bytes]) -> None:
         """Takes namespaces out, which belong to nobody then."""
         spaces = list(namespaces)
         for table in self._owner_tables():
-            self._delete(table, spaces)
+            self._tables.delete(table, spaces)
 
     def limits(self) -> dict[bytes, Limits]:
         """Limits by tenant."""
         found = {}
-        for tenant, value in self._all(b"limits").items():
+        for tenant, value in self._tables.all(b"limits").items():
             if len(value) == _LIMITS.size:
                 cpu, in_redis = _LIMITS.unpack(value)
                 found[tenant] = Limits(
@@ -137,21 +117,23 @@ class Ledger:
     def set_limits(self, tenant: bytes, limits: Limits) -> None:
         """Writes a tenant's limits."""
         if limits == NO_LIMITS:
-            self._delete(b"limits", [tenant])
+            self._tables.delete(b"limits", [tenant])
             return
         cpu, in_redis = (_NONE if n is None else n for n in (limits.cpu_bytes, limits.redis_bytes))
-        self._write(b"limits", {tenant: _LIMITS.pack(cpu, in_redis)})
+        self._tables.write(b"limits", {tenant: _LIMITS.pack(cpu, in_redis)})
 
     def modes(self) -> dict[bytes, str]:
         """Modes by tenant."""
-        return {t: value.decode("ascii", "replace") for t, value in self._all(b"modes").items()}
+        return {
+            t: value.decode("ascii", "replace") for t, value in self._tables.all(b"modes").items()
+        }
 
     def set_mode(self, tenant: bytes, mode: str) -> None:
         """Writes a tenant's mode; empty takes it away."""
         if mode:
-            self._write(b"modes", {tenant: mode.encode()})
+            self._tables.write(b"modes", {tenant: mode.encode()})
         else:
-            self._delete(b"modes", [tenant])
+            self._tables.delete(b"modes", [tenant])
 
     def published(self, known: Mapping[bytes, PublicPrefix]) -> dict[bytes, PublicPrefix]:
         """Every public prefix by its name.
@@ -160,7 +142,7 @@ class Ledger:
             known: what is not read again, by name.
         """
         found = {}
-        for name, value in self._all(_PUBLIC).items():
+        for name, value in self._tables.all(_PUBLIC).items():
             prefix = known.get(name) or self._published(name, value)
             if prefix is not None:
                 found[name] = prefix
@@ -169,41 +151,48 @@ class Ledger:
     def publish(self, prefix: PublicPrefix) -> None:
         """Writes a public prefix."""
         name = prefix.prefix_hash
-        key, blocks = self._key(_blocks_of(name)), b"".join(prefix.blocks)
-        self._run(lambda: self._redis.set(key, self._seal.wrap(key, name, blocks)))
-        self._write(_PUBLIC, {name: _PUBLISHED.pack(prefix.namespace, prefix.added_at_s)})
+        table = _blocks_of(name)
+        blocks = self._tables.sealed(table, name, b"".join(prefix.blocks))
+        self._tables.run(lambda: self._tables.client.set(self._tables.key(table), blocks))
+        self._tables.write(_PUBLIC, {name: _PUBLISHED.pack(prefix.namespace, prefix.added_at_s)})
 
     def unpublish(self, prefix_hash: bytes) -> None:
         """Takes a public prefix out."""
-        self._delete(_PUBLIC, [prefix_hash])
-        self._run(lambda: self._redis.unlink(self._key(_blocks_of(prefix_hash))))
-
-    def keys_of(self, namespace: bytes, names: Collection[bytes] | None = None) -> list[bytes]:
-        """Every key that has payload or a manifest of a namespace; scans all of Redis.
-
-        Args:
-            namespace: whose.
-            names: of prefixes, if only their keys are wanted.
-        """
-        manifests = self._prefix + b"m:" + namespace
-        patterns = (
-            literal(manifests) + b"*",
-            literal(self._prefix + b"o:" + namespace.hex().encode()) + b"|*",
+        self._tables.delete(_PUBLIC, [prefix_hash])
+        self._tables.run(
+            lambda: self._tables.client.unlink(self._tables.key(_blocks_of(prefix_hash)))
         )
 
+    def keys_of(
+        self, namespaces: Collection[bytes], names: Collection[bytes] | None = None
+    ) -> list[bytes]:
+        """Every key that has payload or a manifest of namespaces; scans all of Redis.
+
+        Args:
+            namespaces: whose.
+            names: of prefixes, if only their keys are wanted.
+        """
+        manifests, payloads = self._tables.prefix + b"m:", self._tables.prefix + b"o:"
+        spaces = {space: space.hex().encode() for space in namespaces}
+        hexes = set(spaces.values())
         in_hex = {name.hex().encode() for name in names or ()}
+        # Many namespaces are gone through at once, a few are for Redis to tell from others.
+        few = spaces if len(spaces) <= _FEW else {b"": b""}
+        patterns = [literal(manifests + space) + b"*" for space in few]
+        patterns += [literal(payloads + space) + b"*" for space in few.values()]
 
         def is_wanted(key: bytes) -> bool:
-            if names is None:
-                return True
             if key.startswith(manifests):
-                return key[len(manifests) :][:NAMESPACE_BYTES] in names
-            return not in_hex.isdisjoint(key.split(b"@"))
+                space, name = _halves(key[len(manifests) :])
+                return space in spaces and (names is None or name in names)
+            words = key[len(payloads) :].split(b"@")
+            is_named = names is None or not in_hex.isdisjoint(words)
+            return words[0].partition(b"|")[0] in hexes and is_named
 
-        return self._run(
+        return self._tables.run(
             lambda: [
                 key
-                for client in self._servers.clients
+                for client in self._tables.servers.clients
                 for pattern in patterns
                 for key in client.scan_iter(match=pattern, count=_SCAN_COUNT)
                 if is_wanted(key)
@@ -213,18 +202,20 @@ class Ledger:
     def delete(self, keys: list[bytes]) -> int:
         """Deletes keys; returns how many were there."""
         parts = [keys[at : at + _SCAN_COUNT] for at in range(0, len(keys), _SCAN_COUNT)]
-        clients = self._servers.clients
-        return self._run(lambda: sum(int(c.unlink(*part)) for c in clients for part in parts))
+        clients = self._tables.servers.clients
+        return self._tables.run(
+            lambda: sum(int(c.unlink(*part)) for c in clients for part in parts)
+        )
 
     def close(self) -> None:
         """Closes the connections."""
-        self._servers.close()
+        self._tables.close()
 
     def _published(self, name: bytes, value: bytes) -> PublicPrefix | None:
         """A public prefix as it was written; None if it is damaged."""
-        key = self._key(_blocks_of(name))
-        sealed: Any = self._run(lambda: self._redis.get(key))
-        names = self._seal.unwrap(key, name, sealed) if sealed is not None else None
+        table = _blocks_of(name)
+        sealed: Any = self._tables.run(lambda: self._tables.client.get(self._tables.key(table)))
+        names = self._tables.unsealed(table, name, sealed) if sealed is not None else None
         if len(value) != _PUBLISHED.size or not names or len(names) % len(name):
             logger.warning("a damaged public prefix is left out")
             return None
@@ -232,45 +223,13 @@ class Ledger:
         blocks = [names[at : at + len(name)] for at in range(0, len(names), len(name))]
         return PublicPrefix(space, tuple(blocks), added_at_s) if blocks[-1] == name else None
 
-    def _all(self, table: bytes) -> dict[bytes, bytes]:
-        key = self._key(table)
-        fields: dict[Any, Any] = self._run(lambda: self._redis.hgetall(key))
-        found = {}
-        for field, value in fields.items():
-            body = self._unsealed(table, field, value)
-            if body is not None:
-                found[field] = body
-            else:
-                logger.warning("a damaged entry of %s is left out", key.decode())
-        return found
-
-    def _write(self, table: bytes, values: Mapping[bytes, bytes]) -> None:
-        key = self._key(table)
-        sealed: dict[Any, Any] = {f: self._seal.wrap(key, f, value) for f, value in values.items()}
-        if sealed:
-            self._run(lambda: self._redis.hset(key, mapping=sealed))
-
-    def _delete(self, table: bytes, fields: Iterable[bytes]) -> None:
-        names = list(fields)
-        if names:
-            self._run(lambda: self._redis.hdel(self._key(table), *names))
-
-    def _unsealed(self, table: bytes, field: bytes, value: bytes) -> bytes | None:
-        return self._seal.unwrap(self._key(table), field, value)
-
     def _owner_tables(self) -> list[bytes]:
         return [b"owners:%d" % (self.day - ago) for ago in range(_OWNER_DAYS)]
 
-    def _key(self, table: bytes) -> bytes:
-        return self._prefix + b"a:" + table
 
-    def _run(self, call: Callable[[], T]) -> T:
-        try:
-            return call()
-        except redis.RedisError as error:
-            raise StoreUnavailable(
-                f"Redis did not take or give operators' data: {error}"
-            ) from error
+def _halves(names: bytes) -> tuple[bytes, bytes]:
+    """Namespace and prefix hash with which a manifest's key ends."""
+    return names[:NAMESPACE_BYTES], names[NAMESPACE_BYTES : 2 * NAMESPACE_BYTES]
 
 
 def _blocks_of(prefix_hash: bytes) -> bytes:

@@ -12,6 +12,8 @@ from typing import Annotated, Any
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field
 
+from tailreplay.store.errors import InvalidRequest
+
 FORMAT_VERSION = 1
 """Version of the stored format; a change makes every older object unreachable."""
 
@@ -61,3 +63,25 @@ def tenant_digest(tenant: str) -> bytes:
     if not tenant:
         return b""
     return blake3(tenant.encode(), derive_key_context=_TENANT_CONTEXT).digest(length=TENANT_BYTES)
+
+
+def checked_namespace(namespace: bytes) -> bytes:
+    """A namespace, if it is one.
+
+    Raises:
+        InvalidRequest: it has another size.
+    """
+    if len(namespace) != NAMESPACE_BYTES:
+        raise InvalidRequest(f"namespace has {len(namespace)} bytes, wanted {NAMESPACE_BYTES}")
+    return namespace
+
+
+def checked_tenant(tenant: bytes, *, or_none: bool = False) -> bytes:
+    """A tenant's digest, if it is one; with `or_none` it may be empty.
+
+    Raises:
+        InvalidRequest: it has another size.
+    """
+    if len(tenant) != TENANT_BYTES and not (or_none and not tenant):
+        raise InvalidRequest(f"tenant has {len(tenant)} bytes, wanted a digest of {TENANT_BYTES}")
+    return tenant

@@ -9,19 +9,17 @@ from typing import TYPE_CHECKING, get_args
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import tokens as wire_tokens
-from tailreplay.store.eraser import Eraser
 from tailreplay.store.errors import InvalidRequest, StoreUnavailable
-from tailreplay.store.namespace import NAMESPACE_BYTES, TENANT_BYTES
+from tailreplay.store.namespace import checked_namespace, checked_tenant
 from tailreplay.store.operator_pins import OperatorPin, OperatorPins
 from tailreplay.store.prompt import Prompt
 from tailreplay.store.quota import NO_LIMITS, NO_TENANT, Limits, TierName
-from tailreplay.store.tier_bytes import TIERS, tier_bytes
+from tailreplay.store.tier_bytes import TIERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from tailreplay.store.catalog import Catalog
-    from tailreplay.store.eraser import Erased
     from tailreplay.store.ledger import Ledger
     from tailreplay.store.record import Record
     from tailreplay.store.tiers import Tiers
@@ -38,9 +36,7 @@ _MOST_ASKED = 1000
 
 
 class Operators:
-    """Pins, quotas, erasure and inspection of one store. Thread-safe.
-
-    `eraser` takes out what is to be forgotten.
+    """Pins, quotas and inspection of one store. Thread-safe.
 
     Args:
         catalog: what exists.
@@ -67,7 +63,6 @@ class Operators:
         self._tiers = tiers
         self._ledger = ledger
         self._clock = clock
-        self.eraser = Eraser(catalog, tiers, ledger)
         self.pins = pins
         # Touched by `tick` alone: when Redis was last read, and owners swept, and of how many
         # namespaces was asked.
@@ -121,7 +116,7 @@ class Operators:
         )
         if limits == NO_LIMITS:
             raise InvalidRequest("a quota has no limit, wanted cpu_bytes or redis_bytes")
-        return self._limit(_tenant(request.tenant), limits)
+        return self._limit(checked_tenant(request.tenant), limits)
 
     def delete_quota(self, request: pb.DeleteQuotaRequest) -> pb.TenantInfo:
         """Takes a tenant's limits away.
@@ -130,11 +125,11 @@ class Operators:
             InvalidRequest: the tenant is malformed.
             StoreUnavailable: Redis does not take it; nothing has changed.
         """
-        return self._limit(_tenant(request.tenant), NO_LIMITS)
+        return self._limit(checked_tenant(request.tenant), NO_LIMITS)
 
     def list_tenants(self, request: pb.ListTenantsRequest) -> pb.ListTenantsResponse:
         """Use and limits of one tenant, or of all."""
-        wanted = [_tenant(request.tenant)] if request.tenant else self._quotas.tenants()
+        wanted = [checked_tenant(request.tenant)] if request.tenant else self._quotas.tenants()
         return pb.ListTenantsResponse(tenants=[self._tenant_info(tenant) for tenant in wanted])
 
     def set_mode(self, request: pb.SetModeRequest) -> pb.SetModeResponse:
@@ -146,57 +141,12 @@ class Operators:
         """
         if request.mode not in ("", *MODES):
             raise InvalidRequest(f"mode is {request.mode!r}, wanted one of {', '.join(MODES)}")
-        tenant = _tenant(request.tenant, or_none=True)
+        tenant = checked_tenant(request.tenant, or_none=True)
         if self._ledger is not None:
             self._ledger.set_mode(tenant, request.mode)
         self._quotas.set_mode(tenant, request.mode)
         logger.info("a tenant's default mode is now %r", request.mode)
         return pb.SetModeResponse()
-
-    def clear(self, request: pb.ClearRequest) -> pb.ClearResponse:
-        """Forgets objects of a namespace, of a tenant, or all.
-
-        Raises:
-            InvalidRequest: no scope, or a malformed one.
-            StoreUnavailable: Redis does not answer; the CPU tier has been cleared.
-        """
-        scope = request.WhichOneof("scope")
-        if scope == "namespace":
-            namespaces: list[bytes] | None = [_namespace(request.namespace)]
-        elif scope == "tenant":
-            namespaces = self._quotas.namespaces(_tenant(request.tenant))
-        elif scope == "everything" and request.everything:
-            namespaces = None
-        else:
-            raise InvalidRequest("scope is not set, wanted everything, namespace or tenant")
-        done = self.eraser.clear(namespaces)
-        logger.info("cleared %s: %d objects", scope, _objects(done))
-        return pb.ClearResponse(removed=tier_bytes(done.removed))
-
-    def erase(self, request: pb.EraseRequest) -> pb.EraseResponse:
-        """Erases a tenant, and says what a count finds afterwards.
-
-        Raises:
-            InvalidRequest: the tenant is malformed.
-            StoreUnavailable: Redis does not answer; the CPU tier has been cleared.
-        """
-        tenant = _tenant(request.tenant)
-        namespaces = set(self._quotas.namespaces(tenant))
-        if self._ledger is not None:  # what other stores have of the tenant counts too
-            namespaces |= self._ledger.namespaces_of(tenant)
-        done = self.eraser.erase(namespaces)
-        self._disown(namespaces)
-        logger.info("erased a tenant: %d objects", _objects(done))
-        return pb.EraseResponse(
-            removed=tier_bytes(done.removed),
-            namespaces=len(namespaces),
-            overwritten_bytes=done.overwritten_bytes,
-            held_objects=done.held,
-            redis_keys_deleted=done.redis_keys,
-            cpu_objects_left=done.left_in_cpu,
-            redis_keys_left=done.left_in_redis,
-            has_redis=self._ledger is not None,
-        )
 
     def inspect(self, request: pb.InspectRequest) -> pb.InspectResponse:
         """Every object along the longest stored prefix.
@@ -234,7 +184,7 @@ class Operators:
             return list(self._written)
 
     def _find(self, namespace: bytes, tokens: pb.Tokens) -> tuple[Match, Path]:
-        key = self._digest_key(_namespace(namespace))
+        key = self._digest_key(checked_namespace(namespace))
         return self._catalog.peek(Prompt(namespace, wire_tokens.from_wire(tokens), key))
 
     def _limit(self, tenant: bytes, limits: Limits) -> pb.TenantInfo:
@@ -283,7 +233,12 @@ class Operators:
         self._asked = at + _MOST_ASKED
         return unknown[at : at + _MOST_ASKED]
 
-    def _disown(self, namespaces: Collection[bytes]) -> None:
+    def disown(self, namespaces: Collection[bytes]) -> None:
+        """Forgets whose namespaces these are, here and in Redis.
+
+        Raises:
+            StoreUnavailable: Redis does not take it; nothing has changed.
+        """
         if self._ledger is not None:
             self._ledger.disown(namespaces)
         self._quotas.disown(namespaces)
@@ -348,19 +303,3 @@ def _by_worth(found: Match, path: Path) -> list[Record]:
     """What exists of a prefix: keys and values, then states from the last on, then hiddens."""
     records = [*path.kv, *reversed(found.checkpoints), *path.hidden]
     return [r for r in records if r.exists and r.first_token < found.matched_tokens]
-
-
-def _namespace(namespace: bytes) -> bytes:
-    if len(namespace) != NAMESPACE_BYTES:
-        raise InvalidRequest(f"namespace has {len(namespace)} bytes, wanted {NAMESPACE_BYTES}")
-    return namespace
-
-
-def _tenant(tenant: bytes, *, or_none: bool = False) -> bytes:
-    if len(tenant) != TENANT_BYTES and not (or_none and not tenant):
-        raise InvalidRequest(f"tenant has {len(tenant)} bytes, wanted a digest of {TENANT_BYTES}")
-    return tenant
-
-
-def _objects(done: Erased) -> int:
-    return sum(count for (_, _, what), count in done.removed.items() if what == "objects")

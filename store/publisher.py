@@ -13,8 +13,10 @@ from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import tokens as wire_tokens
 from tailreplay.store.auth import Principal, Role
 from tailreplay.store.chain import PrefixChain
+from tailreplay.store.eraser import Erased
+from tailreplay.store.erasure_ledger import Erasure
 from tailreplay.store.errors import InvalidRequest, StoreUnavailable
-from tailreplay.store.namespace import NAMESPACE_BYTES
+from tailreplay.store.namespace import checked_namespace
 from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind, ObjectName
 from tailreplay.store.public_prefixes import PublicPrefix
 from tailreplay.store.tier_bytes import count_in, tier_bytes
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
     from tailreplay.store.catalog import Catalog
     from tailreplay.store.client_names import ClientNames
-    from tailreplay.store.eraser import Eraser
+    from tailreplay.store.erasures import Erasures
     from tailreplay.store.ledger import Ledger
     from tailreplay.store.quota import TierName
     from tailreplay.store.record import Record
@@ -41,7 +43,7 @@ class Publisher:
 
     Args:
         catalog: what exists, and what of it is open.
-        eraser: takes out what is closed.
+        erasures: take out what is closed, here and at other stores.
         ledger: keeps registrations over a restart, and tells other stores; None without Redis.
         names: what clients call namespaces.
         has_tenants: whether callers have tokens, without which nothing is public.
@@ -51,7 +53,7 @@ class Publisher:
     def __init__(
         self,
         catalog: Catalog,
-        eraser: Eraser,
+        erasures: Erasures,
         ledger: Ledger | None,
         names: ClientNames,
         *,
@@ -60,7 +62,7 @@ class Publisher:
     ) -> None:
         self._catalog = catalog
         self._public = catalog.public
-        self._eraser = eraser
+        self._erasures = erasures
         self._ledger = ledger
         self._names = names
         self._has_tenants = has_tenants
@@ -115,7 +117,10 @@ class Publisher:
         logger.info("a prefix of %d tokens is public no more", prefix.tokens)
         space = prefix.namespace
         own = [block for block in prefix.blocks if not self._public.has(space, block)]
-        done = self._eraser.erase_prefix(space, own, lambda block: self._public.has(space, block))
+        done = Erased()
+        if own:
+            erasure = Erasure(b"", frozenset([space]), own[0])
+            done = self._erasures.everywhere(erasure, own)
         return pb.RemovePublicResponse(
             kept_tokens=prefix.tokens - len(own) * KV_BLOCK_TOKENS,
             removed=tier_bytes(done.removed),
@@ -125,6 +130,8 @@ class Publisher:
             cpu_objects_left=done.left_in_cpu,
             redis_keys_left=done.left_in_redis,
             has_redis=self._ledger is not None,
+            stores=done.stores,
+            silent_stores=done.silent_stores,
         )
 
     def all(self) -> pb.ListPublicResponse:
@@ -133,16 +140,25 @@ class Publisher:
 
     def tick(self) -> None:
         """Takes over what other stores have decided; called often."""
-        if self._ledger is None or self._clock() - self._read_at_s < _READ_AGAIN_S:
+        if self._clock() - self._read_at_s < _READ_AGAIN_S:
             return
         self._read_at_s = self._clock()
+        try:
+            self.refresh()
+        except StoreUnavailable as error:
+            logger.debug("public prefixes stay what they were: %s", error)
+
+    def refresh(self) -> None:
+        """Takes over what other stores have decided, now.
+
+        Raises:
+            StoreUnavailable: Redis does not answer; all stays as it was.
+        """
+        if self._ledger is None:
+            return
         with self._lock:
             known = {prefix.prefix_hash: prefix for prefix in self._public.all()}
-            try:
-                found = self._ledger.published(known)
-            except StoreUnavailable as error:
-                logger.debug("public prefixes stay what they were: %s", error)
-                return
+            found = self._ledger.published(known)
             if found != known:
                 self._public.set(found.values())
 
@@ -176,8 +192,7 @@ class Publisher:
 
         Either may be given: neither is ever the other of another one.
         """
-        if len(namespace) != NAMESPACE_BYTES:
-            raise InvalidRequest(f"namespace has {len(namespace)} bytes, wanted {NAMESPACE_BYTES}")
+        checked_namespace(namespace)
         known = namespace in self._catalog.spaces() or self._public.has_any(namespace)
         kept = namespace if known else _OPERATOR.scoped(namespace)
         if self._catalog.quotas.owner(kept):

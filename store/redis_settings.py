@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 from tailreplay.store.bulk_tier import BulkTierConfig
 from tailreplay.store.config import PAYLOAD_TTL_S, StoreConfig
-from tailreplay.store.ledger import Ledger
 from tailreplay.store.manifest import Manifests
 from tailreplay.store.manifest_seal import MARKS, Encrypted, Seal
 from tailreplay.store.redis_envelope import Plain, Sealed
 from tailreplay.store.redis_l2_config import TailReplayRedisL2Config
 from tailreplay.store.redis_servers import RedisServers, redis_endpoints
 from tailreplay.store.redis_shard import ShardSettings
+from tailreplay.store.redis_tables import RedisTables
 from tailreplay.store.sealing import SealingKeys
 from tailreplay.store.shared_index import SharedIndex
 
@@ -57,10 +57,12 @@ def redis_manifests(config: StoreConfig) -> Manifests | None:
     return Manifests(servers, redis_prefix(config), config.manifest_ttl_s, metadata_seal(config))
 
 
-def redis_ledger(config: StoreConfig) -> Ledger | None:
-    """Return what keeps operators' decisions; None for no Redis."""
+def redis_tables(config: StoreConfig) -> RedisTables | None:
+    """Return what keeps operators' decisions and erasures; None for no Redis."""
     servers = redis_servers(config, config.redis_timeout_s)
-    return None if servers is None else Ledger(servers, redis_prefix(config), metadata_seal(config))
+    if servers is None:
+        return None
+    return RedisTables(servers, redis_prefix(config), metadata_seal(config))
 
 
 def redis_shared_index(config: StoreConfig, clock: Callable[[], float]) -> SharedIndex | None:

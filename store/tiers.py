@@ -264,8 +264,10 @@ class Tiers:
         self._write_back.failed(dropped)
         return sum(sizes[key] for key in dropped)
 
-    def delete(self, names: Sequence[ObjectName], *, overwrite: bool = False) -> int:
-        """Drop objects from the CPU tier and from Redis.
+    def delete(
+        self, names: Sequence[ObjectName], *, overwrite: bool = False, in_redis: bool = True
+    ) -> int:
+        """Drop objects from the CPU tier, and from what is behind it.
 
         One that is pinned disappears for everybody else at once, and for good with its last pin.
         While Redis is away its copies stay there until they expire.
@@ -273,6 +275,7 @@ class Tiers:
         Args:
             names: which.
             overwrite: write zeros over them in the pool, at once for readers of them too.
+            in_redis: whether Redis is to drop them; otherwise its owner does.
 
         Returns:
             Bytes overwritten.
@@ -282,7 +285,7 @@ class Tiers:
             self._doomed.update(keys)
         overwritten = self._overwrite(keys) if overwrite else 0
         self._purge()
-        self._forget(keys)
+        self._forget(keys, in_redis=in_redis)
         return overwritten
 
     def delete_in_redis(self, names: Sequence[ObjectName]) -> None:
@@ -360,9 +363,10 @@ class Tiers:
         with self._lock:
             return [key for key in keys if key in self._doomed]
 
-    def _forget(self, keys: Sequence[ObjectKey]) -> None:
+    def _forget(self, keys: Sequence[ObjectKey], *, in_redis: bool = True) -> None:
         for adapter in self._behind:
-            adapter.delete(list(keys))
+            if in_redis or adapter is not self._redis:
+                adapter.delete(list(keys))
 
     def _cancel(self, keys: Sequence[ObjectKey]) -> None:
         if self._redis is not None:

@@ -18,6 +18,7 @@ from tailreplay.store.namespace import tenant_digest
 from tailreplay.store.objects import Kind
 from tailreplay.store.redis_endpoint import RedisEndpoint
 from tailreplay.store.redis_servers import RedisServers
+from tailreplay.store.redis_tables import RedisTables
 from tailreplay.store.tokens import to_wire
 
 pytestmark = pytest.mark.redis
@@ -160,7 +161,7 @@ def test_whose_a_namespace_is_may_be_said_after_another_store_has_read_of_it(run
     with (
         serve_in_thread(redis_url=server.url) as store,
         closing(Client(store.address)) as reader,
-        closing(Ledger(servers, "tailreplay:")) as ledger,
+        closing(Ledger(RedisTables(servers, "tailreplay:"))) as ledger,
     ):
         assert reader.fetch(prefix, span_range(KV, 0, 1000)).ended == [0]
         until(lambda: store.store.catalog.quotas.tenants() == [b""])
@@ -240,7 +241,7 @@ def test_owners_are_remembered_for_as_long_as_they_are_written(running, clock):
     day_s = 24 * 3600
     clock.now_s = 20_000.5 * day_s
     servers = RedisServers([RedisEndpoint.parse(server.url)], timeout_s=5)
-    with closing(Ledger(servers, "t:", wall=clock)) as ledger:
+    with closing(Ledger(RedisTables(servers, "t:"), wall=clock)) as ledger:
         old, new = os.urandom(32), os.urandom(32)
         ledger.own({old: ACME, new: ACME})
         clock.now_s += day_s

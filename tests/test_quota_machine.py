@@ -48,7 +48,7 @@ class Machine(RuleBasedStateMachine):
             self.store.operators.pins.unpin(pin.pin_id)
         for tenant in TENANTS:
             self.store.operators.delete_quota(pb.DeleteQuotaRequest(tenant=tenant))
-            self.store.operators.erase(pb.EraseRequest(tenant=tenant))
+            self.store.forgetter.erase(pb.EraseRequest(tenant=tenant))
 
     @rule(number=numbers, tenant=tenants)
     def put(self, number: int, tenant: bytes) -> None:
@@ -98,7 +98,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(tenant=tenants)
     def erase(self, tenant: bytes) -> None:
-        answer = self.store.operators.erase(pb.EraseRequest(tenant=tenant))
+        answer = self.store.forgetter.erase(pb.EraseRequest(tenant=tenant))
         assert (answer.cpu_objects_left, answer.held_objects) == (0, 0)
         assert not [name for name in self.in_cpu() if name.namespace[16:] == tenant]
 

@@ -113,6 +113,9 @@ def test_a_closed_prefix_is_gone_from_redis_and_for_every_store(world, redis_ser
         assert rows == [other.rows(Kind.KV, 0, 512)]
         names = [SYSTEM.chain.prefix_hash(end) for end in range(320, 701, 64)]
         assert not keys_named(redis_server, names)
+        # The store that was told has taken them out of its own pool.
+        assert (gone.stores, gone.silent_stores) == (1, 0)
+        assert matched(clients["root"], SYSTEM) == matched(others["root"], SYSTEM) == 300
     with world() as (_, again):
         assert matched(again["rival"], SYSTEM) == 256
         assert matched(again["rival"], other) == 512

@@ -1,0 +1,180 @@
+"""How stores of one Redis ask each other to erase, and say that they have.
+
+Tables beside those of `ledger.py`:
+
+    key                 field        value
+    a:stores            store        empty
+    a:erasures:<day>    erasure id   what is to be erased (`Erasure`)
+    a:erased:<id>       store        what it has erased (`Erased`); `done` once nobody waits
+
+A store lives as long as its key a:store:<id> does, which it writes again each second. Erasures are
+kept for two days, so that a store that has not reached Redis for a while does not miss one.
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+from tailreplay.proto import store_pb2 as pb
+from tailreplay.store.eraser import Erased
+from tailreplay.store.namespace import NAMESPACE_BYTES, TENANT_BYTES
+from tailreplay.store.objects import Kind
+from tailreplay.store.tier_bytes import tier_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tailreplay.store.redis_tables import RedisTables
+
+_STORES = b"stores"
+_DONE = b"done"
+_DAY_S = 24 * 3600
+_DAYS = 2
+_ANSWER_LIFE_S = 3600
+_ALIVE_MS = 5000
+_ID_BYTES = 16
+_HEAD = struct.Struct(f"<{TENANT_BYTES}s{NAMESPACE_BYTES}s")
+_SIZE = struct.Struct("<I")
+
+
+class Erasure(NamedTuple):
+    """What is to be erased: a tenant's, or a block of the public scope and what goes on from it.
+
+    Attributes:
+        tenant: digest of the tenant; empty where a block is given.
+        namespaces: those known so far; of a block, the one that it is in.
+        block: its name; empty where a tenant is given.
+    """
+
+    tenant: bytes
+    namespaces: frozenset[bytes]
+    block: bytes = b""
+
+
+class ErasureLedger:
+    """Erasures in Redis, for one store. Thread-safe.
+
+    Args:
+        tables: where they are; its owner closes it.
+        store_id: tells this store from others.
+        wall: seconds since the epoch.
+
+    All methods raise StoreUnavailable when Redis does not answer.
+    """
+
+    def __init__(
+        self, tables: RedisTables, store_id: bytes, wall: Callable[[], float] = time.time
+    ) -> None:
+        self._tables = tables
+        self._store_id = store_id
+        self._wall = wall
+
+    def live(self) -> None:
+        """Says that this store lives."""
+        key = self._alive_key(self._store_id)
+        self._tables.run(lambda: self._tables.client.set(key, b"", px=_ALIVE_MS))
+        self._tables.write(_STORES, {self._store_id: b""})
+
+    def leave(self) -> None:
+        """Says that it does no longer, and has nothing left to erase."""
+        self._tables.delete(_STORES, [self._store_id])
+        self._tables.run(lambda: self._tables.client.unlink(self._alive_key(self._store_id)))
+
+    def others(self) -> set[bytes]:
+        """The other stores that live; those that do not are forgotten."""
+        known = self._tables.all(_STORES).keys() - {self._store_id}
+        alive = {store for store in known if self._is_alive(store)}
+        self._tables.delete(_STORES, known - alive)
+        return alive
+
+    def ask(self, erasure_id: bytes, erasure: Erasure) -> None:
+        """Asks all stores."""
+        body = _HEAD.pack(erasure.tenant, erasure.block) + b"".join(erasure.namespaces)
+        self._tables.write(self._days()[0], {erasure_id: body}, _DAYS * _DAY_S)
+
+    def asked(self) -> dict[bytes, Erasure]:
+        """What was asked for lately, by id."""
+        found = {i: body for day in self._days() for i, body in self._tables.all(day).items()}
+        return {i: _erasure(body) for i, body in found.items() if len(body) >= _HEAD.size}
+
+    def answer(self, erasure_id: bytes, done: Erased) -> bool:
+        """Says what this store has erased; returns whether anybody has waited for it."""
+        table = _answers(erasure_id)
+        late = _DONE in self._tables.all(table)
+        if not late:
+            self._tables.write(table, {self._store_id: _packed(done)}, _ANSWER_LIFE_S)
+        return not late
+
+    def answers(self, erasure_id: bytes) -> dict[bytes, Erased]:
+        """What stores have answered."""
+        found = self._tables.all(_answers(erasure_id))
+        return {store: _unpacked(body) for store, body in found.items() if store != _DONE}
+
+    def close(self, erasure_id: bytes) -> None:
+        """Says that nobody waits for answers any more: who comes late deletes in Redis itself."""
+        self._tables.write(_answers(erasure_id), {_DONE: b""}, _DAYS * _DAY_S)
+
+    def _is_alive(self, store: bytes) -> bool:
+        return bool(self._tables.run(lambda: self._tables.client.exists(self._alive_key(store))))
+
+    def _alive_key(self, store: bytes) -> bytes:
+        return self._tables.key(b"store:" + store)
+
+    def _days(self) -> list[bytes]:
+        today = int(self._wall() // _DAY_S)
+        return [b"erasures:%d" % (today - ago) for ago in range(_DAYS)]
+
+
+def new_erasure_id() -> bytes:
+    """Under which stores answer; 16 bytes."""
+    return secrets.token_bytes(_ID_BYTES)
+
+
+def names_in(body: bytes) -> frozenset[bytes]:
+    """Namespaces that stand back to back."""
+    ends = range(0, len(body) - NAMESPACE_BYTES + 1, NAMESPACE_BYTES)
+    return frozenset(body[at : at + NAMESPACE_BYTES] for at in ends)
+
+
+def _answers(erasure_id: bytes) -> bytes:
+    return b"erased:" + erasure_id
+
+
+def _erasure(body: bytes) -> Erasure:
+    tenant, block = _HEAD.unpack_from(body)
+    absent = bytes(NAMESPACE_BYTES)
+    return Erasure(
+        b"" if block != absent else tenant,
+        names_in(body[_HEAD.size :]),
+        b"" if block == absent else block,
+    )
+
+
+def _packed(done: Erased) -> bytes:
+    # What was in Redis is counted by the store that deletes it there.
+    in_cpu = [one for one in tier_bytes(done.removed) if one.tier == pb.TIER_CPU]
+    counts = pb.EraseResponse(
+        removed=in_cpu,
+        overwritten_bytes=done.overwritten_bytes,
+        held_objects=done.held,
+        cpu_objects_left=done.left_in_cpu,
+    ).SerializeToString()
+    return _SIZE.pack(len(counts)) + counts + b"".join(done.namespaces)
+
+
+def _unpacked(body: bytes) -> Erased:
+    (size,) = _SIZE.unpack_from(body)
+    counts = pb.EraseResponse.FromString(body[_SIZE.size : _SIZE.size + size])
+    done = Erased(
+        overwritten_bytes=counts.overwritten_bytes,
+        held=counts.held_objects,
+        left_in_cpu=counts.cpu_objects_left,
+        namespaces=set(names_in(body[_SIZE.size + size :])),
+    )
+    for one in counts.removed:
+        done.removed["cpu", Kind(one.kind), "objects"] += one.objects
+        done.removed["cpu", Kind(one.kind), "bytes"] += one.bytes
+    return done

@@ -1,0 +1,166 @@
+"""Erasures that every store of one Redis carries out, asked for at any of them.
+
+Whose a namespace is reaches Redis a second after its first put, and what is in a store's pool is
+known to that store alone. So an erasure is asked of all: each takes out what it has of the tenant,
+known to Redis or not, and says which namespaces those were. What Redis has of any of them is
+deleted last, by the store at which it was asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from tailreplay.store.erasure_ledger import new_erasure_id
+from tailreplay.store.errors import StoreUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    from tailreplay.store.eraser import Erased, Eraser
+    from tailreplay.store.erasure_ledger import Erasure, ErasureLedger
+
+logger = logging.getLogger(__name__)
+
+_LIVE_EVERY_S = 1.0
+_LOOK_EVERY_S = 0.05
+_ROUNDS = 3
+"""Times that stores are asked again, since one of them knew of more namespaces."""
+
+
+class Erasures:
+    """Erases here and at all other stores. Thread-safe.
+
+    Args:
+        ledger: by which stores ask each other; None without Redis.
+        eraser: deletes in Redis.
+        here: takes out what this store has; not in Redis.
+        patience_s: how long to wait for other stores.
+    """
+
+    def __init__(
+        self,
+        ledger: ErasureLedger | None,
+        eraser: Eraser,
+        here: Callable[[Erasure], Erased],
+        patience_s: float = 10.0,
+    ) -> None:
+        self._ledger = ledger
+        self._eraser = eraser
+        self._here = here
+        self._patience_s = patience_s
+        # Touched by `tick` and `join` alone: when this store last said that it lives.
+        self._lived_at_s = -math.inf
+        # Guarded by _lock: erasures that need nothing more here; None before it has joined.
+        self._lock = threading.Lock()
+        self._done: set[bytes] | None = None
+
+    def join(self) -> None:
+        """Counts this store in; what was asked for before is nothing that it has.
+
+        Raises:
+            StoreUnavailable: Redis does not answer.
+        """
+        if self._ledger is not None:
+            self._ledger.live()
+            with self._lock:
+                self._done = set(self._ledger.asked())
+
+    def leave(self) -> None:
+        """Counts it out: its pool goes."""
+        if self._ledger is not None:
+            try:
+                self._ledger.leave()
+            except StoreUnavailable as error:
+                logger.debug("others will wait for this store for a while: %s", error)
+
+    def everywhere(self, erasure: Erasure, names: Collection[bytes] = ()) -> Erased:
+        """Erases here, at all other stores, and in Redis, and counts what is left.
+
+        Args:
+            erasure: what.
+            names: of prefixes, whose keys in Redis are to go whether or not they are known here.
+
+        Raises:
+            StoreUnavailable: Redis does not answer, so that there is no proof; this store's CPU
+                tier has been cleared.
+        """
+        if self._ledger is None:
+            return self._here(erasure)
+        try:
+            done = self._here(erasure)
+            if done.names is not None:
+                done.names.update(names)
+            asked = self._ask_others(self._ledger, erasure, done)
+            self._eraser.delete_in_redis(done)
+            for erasure_id in asked:
+                self._ledger.close(erasure_id)
+        except StoreUnavailable as error:
+            raise StoreUnavailable(f"the CPU tier was cleared, Redis was not: {error}") from error
+        return done
+
+    def tick(self) -> None:
+        """Says that this store lives, and does what others have asked for; called often."""
+        if self._ledger is None:
+            return
+        try:
+            if time.monotonic() - self._lived_at_s >= _LIVE_EVERY_S:
+                self._ledger.live()
+                self._lived_at_s = time.monotonic()
+            asked = self._ledger.asked()
+            self._carry_out(self._ledger, asked)
+        except StoreUnavailable as error:
+            logger.debug("other stores' erasures wait: %s", error)
+
+    def _carry_out(self, ledger: ErasureLedger, asked: Mapping[bytes, Erasure]) -> None:
+        with self._lock:
+            has_joined = self._done is not None
+            todo = asked.keys() - (self._done or set())
+        for erasure_id in todo:
+            done = self._here(asked[erasure_id])
+            # Redis was away when this store began: what is there now may be newer than the erasure.
+            if has_joined and not ledger.answer(erasure_id, done):
+                self._eraser.delete_in_redis(done)
+            self._note_done(erasure_id)
+            logger.info("erased %d objects, as another store was asked to", done.objects)
+        with self._lock:
+            self._done = (self._done or set(asked)) & asked.keys()
+
+    def _ask_others(self, ledger: ErasureLedger, erasure: Erasure, done: Erased) -> list[bytes]:
+        """Has all others erase theirs, until none knows of more; adds what they did."""
+        asked = []
+        for _ in range(_ROUNDS):
+            others = ledger.others()
+            if not others:
+                break
+            known = frozenset(done.namespaces)
+            asked.append(erasure_id := new_erasure_id())
+            self._note_done(erasure_id)
+            ledger.ask(erasure_id, erasure._replace(namespaces=known))
+            self._wait(ledger, erasure_id, others, done)
+            if done.namespaces <= known:
+                break
+            done.add(self._here(erasure._replace(namespaces=frozenset(done.namespaces))))
+        return asked
+
+    def _note_done(self, erasure_id: bytes) -> None:
+        with self._lock:
+            if self._done is not None:
+                self._done.add(erasure_id)
+
+    def _wait(
+        self, ledger: ErasureLedger, erasure_id: bytes, others: set[bytes], done: Erased
+    ) -> None:
+        pause, give_up_s = threading.Event(), time.monotonic() + self._patience_s
+        while True:
+            answers = ledger.answers(erasure_id)
+            if others <= answers.keys() or time.monotonic() >= give_up_s:
+                break
+            pause.wait(_LOOK_EVERY_S)
+        for answer in answers.values():
+            done.add(answer)
+        done.stores = max(done.stores, len(others))
+        done.silent_stores = len(others - answers.keys())

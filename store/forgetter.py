@@ -1,0 +1,115 @@
+"""Forgets what operators want forgotten: a namespace, a tenant everywhere, or all."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from tailreplay.proto import store_pb2 as pb
+from tailreplay.store.erasure_ledger import Erasure
+from tailreplay.store.errors import InvalidRequest, StoreUnavailable
+from tailreplay.store.namespace import checked_namespace, checked_tenant
+from tailreplay.store.tier_bytes import tier_bytes
+
+if TYPE_CHECKING:
+    from tailreplay.store.eraser import Erased, Eraser
+    from tailreplay.store.erasures import Erasures
+    from tailreplay.store.ledger import Ledger
+    from tailreplay.store.operators import Operators
+    from tailreplay.store.quota import Quotas
+
+logger = logging.getLogger(__name__)
+
+
+class Forgetter:
+    """Clears and erases. Thread-safe.
+
+    Args:
+        quotas: whose namespaces are whose.
+        operators: forget whose they were.
+        ledger: what other stores know of that; None without Redis.
+        eraser: takes objects out.
+        erasures: has other stores do the same.
+    """
+
+    def __init__(
+        self,
+        quotas: Quotas,
+        operators: Operators,
+        ledger: Ledger | None,
+        eraser: Eraser,
+        erasures: Erasures,
+    ) -> None:
+        self._quotas = quotas
+        self._operators = operators
+        self._ledger = ledger
+        self._eraser = eraser
+        self._erasures = erasures
+
+    def clear(self, request: pb.ClearRequest) -> pb.ClearResponse:
+        """Forgets objects of a namespace, of a tenant, or all.
+
+        Raises:
+            InvalidRequest: no scope, or a malformed one.
+            StoreUnavailable: Redis does not answer; the CPU tier has been cleared.
+        """
+        scope = request.WhichOneof("scope")
+        if scope == "namespace":
+            namespaces: list[bytes] | None = [checked_namespace(request.namespace)]
+        elif scope == "tenant":
+            namespaces = self._quotas.namespaces(checked_tenant(request.tenant))
+        elif scope == "everything" and request.everything:
+            namespaces = None
+        else:
+            raise InvalidRequest("scope is not set, wanted everything, namespace or tenant")
+        done = self._eraser.clear(namespaces)
+        logger.info("cleared %s: %d objects", scope, done.objects)
+        return pb.ClearResponse(removed=tier_bytes(done.removed))
+
+    def erase(self, request: pb.EraseRequest) -> pb.EraseResponse:
+        """Erases a tenant at every store, and says what a count finds afterwards.
+
+        Raises:
+            InvalidRequest: the tenant is malformed.
+            StoreUnavailable: Redis does not answer; the CPU tier has been cleared.
+        """
+        tenant = checked_tenant(request.tenant)
+        known = frozenset([*self._quotas.namespaces(tenant), *self._told(tenant)])
+        try:
+            done = self._erasures.everywhere(Erasure(tenant, known))
+        except StoreUnavailable:
+            for namespace in known:  # or who tries again would not know what to delete
+                self._quotas.learn(namespace, tenant)
+            raise
+        logger.info("erased a tenant: %d objects", done.objects)
+        return pb.EraseResponse(
+            removed=tier_bytes(done.removed),
+            namespaces=len(done.namespaces),
+            overwritten_bytes=done.overwritten_bytes,
+            held_objects=done.held,
+            redis_keys_deleted=done.redis_keys,
+            cpu_objects_left=done.left_in_cpu,
+            redis_keys_left=done.left_in_redis,
+            has_redis=self._ledger is not None,
+            stores=done.stores,
+            silent_stores=done.silent_stores,
+        )
+
+    def erase_here(self, erasure: Erasure) -> Erased:
+        """Takes out what this store has of a tenant, whether or not Redis knows whose it is.
+
+        Raises:
+            StoreUnavailable: Redis does not forget whose it was; the CPU tier has been cleared.
+        """
+        spaces = erasure.namespaces | set(self._quotas.namespaces(erasure.tenant))
+        done = self._eraser.drop(spaces)
+        self._operators.disown(spaces)
+        return done
+
+    def _told(self, tenant: bytes) -> set[bytes]:
+        """What other stores have told Redis of a tenant's namespaces."""
+        try:
+            return self._ledger.namespaces_of(tenant) if self._ledger is not None else set()
+        except StoreUnavailable as error:
+            logger.debug("what others have of a tenant is not known: %s", error)
+            return set()

@@ -1,0 +1,183 @@
+"""An erasure asked for at one store is carried out by all that share its Redis."""
+
+import os
+from contextlib import closing
+
+import pytest
+import redis
+from store_objects import GEOMETRY, Client, Prefix, span_range
+from waiting import until
+
+from tailreplay.proto import store_pb2 as pb
+from tailreplay.store import serve_in_thread
+from tailreplay.store.eraser import Erased
+from tailreplay.store.erasure_ledger import Erasure, ErasureLedger, new_erasure_id
+from tailreplay.store.erasures import Erasures
+from tailreplay.store.header import object_bytes
+from tailreplay.store.namespace import tenant_digest
+from tailreplay.store.objects import Kind
+from tailreplay.store.redis_endpoint import RedisEndpoint
+from tailreplay.store.redis_servers import RedisServers
+from tailreplay.store.redis_tables import RedisTables
+
+pytestmark = pytest.mark.redis
+
+KV = Kind.KV
+ACME = tenant_digest("acme")
+BLOCK = object_bytes(GEOMETRY[KV], 256)
+
+
+def prefix_of(tenant: bytes) -> Prefix:
+    return Prefix(os.urandom(32), range(1000), tenant=tenant)
+
+
+def erase(client: Client) -> pb.EraseResponse:
+    return client.admin.Erase(pb.EraseRequest(tenant=ACME), timeout=30)
+
+
+@pytest.fixture
+def tables(redis_server):
+    servers = RedisServers([RedisEndpoint.parse(redis_server.url)], timeout_s=5)
+    with closing(RedisTables(servers, "tailreplay:")) as tables:
+        yield tables
+
+
+@pytest.fixture
+def keys(redis_server):
+    """Keys in Redis that have anything of a namespace."""
+    with closing(redis.Redis.from_url(redis_server.url)) as raw:
+
+        def keys(prefix: Prefix) -> list[bytes]:
+            named = (prefix.namespace, prefix.namespace.hex().encode())
+            return [key for key in raw.keys("*") if any(name in key for name in named)]
+
+        yield keys
+
+
+@pytest.fixture
+def stores(redis_server):
+    """Two stores on one Redis, and a client of each."""
+    with (
+        serve_in_thread(redis_url=redis_server.url) as first,
+        serve_in_thread(redis_url=redis_server.url) as second,
+        closing(Client(first.address)) as one,
+        closing(Client(second.address)) as two,
+    ):
+        yield (first, one), (second, two)
+
+
+def test_a_tenants_first_put_at_another_store_is_erased_at_once(stores, keys):
+    (first, writer), (_, operator) = stores
+    prefix = prefix_of(ACME)
+    writer.put(prefix)  # whose it is has not reached Redis, nor has all of its payload
+    answer = erase(operator)
+    assert (answer.stores, answer.silent_stores, answer.namespaces) == (1, 0, 1)
+    assert (answer.cpu_objects_left, answer.redis_keys_left, answer.held_objects) == (0, 0, 0)
+    assert answer.overwritten_bytes > 3 * BLOCK
+    assert sum(t.objects for t in answer.removed if t.tier == pb.TIER_CPU) == 21
+    assert writer.match(prefix).matched_tokens == 0
+    assert not first.store.catalog.select(lambda _: True)
+    assert not keys(prefix)
+    assert first.store.catalog.quotas.owner(prefix.namespace) == b""
+
+
+def test_what_is_stored_after_an_erasure_is_the_tenants_again(stores, redis_server, keys):
+    (first, writer), (_, operator) = stores
+    prefix = prefix_of(ACME)
+    writer.put(prefix)
+    erase(operator)
+    writer.put(prefix)
+    until(lambda: not writer.stats().redis_pending_bytes)
+    # A second erasure knows of it, and so does one after a restart that has forgotten nothing.
+    until(lambda: prefix.namespace in first.store.operators.written_owners())
+    with (
+        serve_in_thread(redis_url=redis_server.url) as third,
+        closing(Client(third.address)) as reader,
+    ):
+        assert reader.fetch(prefix, span_range(KV, 0, 1000)).ended == [0]
+        third.store.erasures.tick()  # the erasure before was none of its own
+        assert reader.match(prefix).matched_tokens == 1000
+        answer = erase(operator)
+        assert (answer.stores, answer.silent_stores, answer.namespaces) == (2, 0, 1)
+        assert (answer.cpu_objects_left, answer.redis_keys_left) == (0, 0)
+        assert reader.match(prefix).matched_tokens == writer.match(prefix).matched_tokens == 0
+        assert not keys(prefix)
+
+
+def test_a_store_that_does_not_know_whose_it_has_read_is_told(stores, redis_server, keys):
+    """One knows the tenant, another has the bytes, and the erasure is asked for at a third."""
+    (first, writer), (_, operator) = stores
+    with (
+        serve_in_thread(redis_url=redis_server.url) as third,
+        closing(Client(third.address)) as reader,
+    ):
+        prefix = prefix_of(ACME)
+        writer.put(prefix)
+        until(lambda: not writer.stats().redis_pending_bytes)
+        until(lambda: reader.fetch(prefix, span_range(KV, 0, 1000)).ended == [0])
+        with closing(redis.Redis.from_url(redis_server.url)) as raw:
+            first.store.operators.disown([])
+            raw.delete(*raw.keys("tailreplay:a:owners:*") or ["none"])
+            third.store.catalog.quotas.disown([prefix.namespace])
+            answer = erase(operator)
+        assert (answer.stores, answer.silent_stores, answer.namespaces) == (2, 0, 1)
+        assert reader.match(prefix).matched_tokens == 0
+        assert not third.store.catalog.select(lambda _: True)
+        assert not keys(prefix)
+
+
+def test_a_store_that_comes_late_erases_all_the_same(stores, tables, keys):
+    (_, writer), _ = stores
+    prefix = prefix_of(ACME)
+    writer.put(prefix)
+    until(lambda: not writer.stats().redis_pending_bytes)
+    asker = ErasureLedger(tables, b"asker")
+    erasure_id = new_erasure_id()
+    asker.close(erasure_id)  # it has given up on others
+    asker.ask(erasure_id, Erasure(ACME, frozenset()))
+    until(lambda: writer.match(prefix).matched_tokens == 0)
+    until(lambda: not keys(prefix))
+    assert asker.answers(erasure_id) == {}
+
+
+def here(_: Erasure) -> Erased:
+    return Erased()
+
+
+class NoEraser:
+    """Deletes nothing in Redis, since nothing is there."""
+
+    def delete_in_redis(self, done: Erased) -> None:
+        """Nothing."""
+
+
+def test_a_store_that_does_not_answer_is_counted(tables):
+    asker = ErasureLedger(tables, b"asker")
+    silent, gone = ErasureLedger(tables, b"silent"), ErasureLedger(tables, b"gone")
+    silent.live()
+    gone.live()
+    gone.leave()
+    done = Erasures(asker, NoEraser(), here, patience_s=0.1).everywhere(Erasure(ACME, frozenset()))
+    assert (done.stores, done.silent_stores) == (1, 1)
+
+
+def test_a_store_that_lives_no_more_is_not_asked(tables):
+    asker, dead = ErasureLedger(tables, b"asker"), ErasureLedger(tables, b"dead")
+    dead.live()
+    assert asker.others() == {b"dead"}
+    tables.client.unlink(tables.key(b"store:dead"))  # its life is over
+    assert asker.others() == set()
+    assert tables.all(b"stores") == {}
+
+
+def test_an_answer_comes_through_redis_as_it_was(tables):
+    done = Erased(overwritten_bytes=7, held=2, left_in_cpu=1, namespaces={b"a" * 32, b"b" * 32})
+    done.removed["cpu", KV, "objects"] = 3
+    done.removed["cpu", KV, "bytes"] = 300
+    erasure_id = new_erasure_id()
+    one, other = ErasureLedger(tables, b"one"), ErasureLedger(tables, b"other")
+    block = Erasure(b"", frozenset([b"s" * 32]), b"h" * 32)
+    one.ask(erasure_id, block)
+    assert other.asked()[erasure_id] == block
+    assert other.answer(erasure_id, done)
+    assert one.answers(erasure_id) == {b"other": done}
