@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tailreplay.store.chain import DIGEST_BYTES, STATE_BYTES, common_tokens
 from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS
+from tailreplay.store.placement import SEGMENT_TOKENS
 from tailreplay.store.prompt import code_bytes, common_codes
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Blocks:
         keys: codes of its tokens, or their running digests if it is foreign.
         kv: row of its `kv` object; NONE for a root.
         pages: rows of its `hidden` objects, PAGES each, NONE after the last.
+        heads: the first block of its segment; a root is its own.
     """
 
     def __init__(self) -> None:
@@ -59,6 +61,7 @@ class Blocks:
         self.keys: list[bytes] = []
         self.kv = array("i")
         self.pages = array("i")
+        self.heads = array("i")
         self._states = bytearray()
         self._child = array("i")
         self._many: dict[int, _Children] = {}
@@ -72,6 +75,7 @@ class Blocks:
             self._grow()
         row = self._free.pop()
         self.parents[row], self.spaces[row], self.firsts[row] = parent, space, first
+        self.heads[row] = self.heads[parent] if first % SEGMENT_TOKENS else row
         self.lengths[row], self.foreign[row], self.keys[row] = length, foreign, key
         if parent != NONE:
             self._list(row)
@@ -90,7 +94,7 @@ class Blocks:
     def _grow(self) -> None:
         """Makes free rows, many at a time."""
         rows, more = len(self.keys), range(_MORE_ROWS)
-        for column in (self.parents, self.spaces, self.firsts, self.kv, self._child):
+        for column in (self.parents, self.spaces, self.firsts, self.kv, self.heads, self._child):
             column.extend(NONE for _ in more)
         self.lengths.frombytes(bytes(self.lengths.itemsize * _MORE_ROWS))
         self.foreign.frombytes(bytes(_MORE_ROWS))

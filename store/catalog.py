@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from tailreplay.store.quota import Limits
     from tailreplay.store.shared_index import SharedIndex
     from tailreplay.store.tiers import Tiers
-    from tailreplay.store.views import Match, Path
+    from tailreplay.store.views import BlockName, Match, Path
 
 logger = logging.getLogger(__name__)
 
@@ -475,16 +475,16 @@ class Catalog:
 
     # What follows is called under the lock, unless it says otherwise.
 
-    def _fields_of(self, records: Iterable[Record]) -> list[tuple[bytes, bytes, str]]:
-        """Where manifests speak of objects: namespace and name of the block, and the field."""
+    def _fields_of(self, records: Iterable[Record]) -> list[tuple[BlockName, str]]:
+        """Where manifests speak of objects: the block, and the field."""
         return [
-            (record.name.namespace, home.prefix_hash, entry_of(record).field)
+            (home.called(record.name.namespace), entry_of(record).field)
             for record in records
             if record.in_redis
             for home in self._index.homes(record)
         ]
 
-    def _forget_in_redis(self, fields: Sequence[tuple[bytes, bytes, str]]) -> None:
+    def _forget_in_redis(self, fields: Sequence[tuple[BlockName, str]]) -> None:
         """Takes fields of manifests away; does I/O, not under the lock."""
         if not fields or self._manifests is None:
             return

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tailreplay.store.blocks import NONE
 from tailreplay.store.chain import DIGEST_BYTES
-from tailreplay.store.objects import Kind, ObjectName
+from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind, ObjectName
 from tailreplay.store.record import EXISTS
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Checkpoints:
 
         Args:
             parent: the block before the one in which it ends.
-            name: of the object.
+            name: of the object; says what it is placed by where `parent` is a root.
             end_token: tokens it has seen.
             digest: running digest of the last of them.
             codes: of its tokens behind `parent`; empty when they are not known.
@@ -70,6 +70,8 @@ class Checkpoints:
         if row == NONE:
             row = self._objects.add(Kind.CHECKPOINT, name.prefix_hash, end_token - 1, 1, parent)
             self._objects.note_digest(row, digest)
+            if end_token <= KV_BLOCK_TOKENS:
+                self._objects.note_placed_by(row, name.placed_by)
             self._rows[name.namespace, name.prefix_hash] = row
             below.foreign[digest] = row
         if codes:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tailreplay.store.renewal import BlockName
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from tailreplay.store.index import TokenIndex
     from tailreplay.store.record import Record
+    from tailreplay.store.views import BlockName
 
 _MOST = 4096
 """Blocks that wait for their renewal; of more the rest is noted with its next use."""
@@ -41,7 +40,7 @@ class Fading:
             if not record.in_redis or record.redis_until_s >= soon_s:
                 continue
             for home in self._index.homes(record):
-                block = BlockName(record.name.namespace, home.prefix_hash)
+                block = home.called(record.name.namespace)
                 if block in self._blocks or len(self._blocks) < _MOST:
                     self._blocks.setdefault(block, []).append(record)
 

@@ -24,6 +24,7 @@ from tailreplay.store.blocks import NONE, PAGES, Blocks
 from tailreplay.store.chain import DIGEST_BYTES
 from tailreplay.store.checkpoints import Checkpoints
 from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Kind, ObjectName
+from tailreplay.store.placement import placing_token
 from tailreplay.store.record import EXISTS, Objects, Record
 from tailreplay.store.runs import runs_along
 from tailreplay.store.views import Block, Match, Node, Path
@@ -103,7 +104,7 @@ class TokenIndex:
             self,
             tuple(path),
             self.name(path[-1]) if path else b"",
-            tuple(self.objects.record(row, prompt.namespace) for row in checkpoints),
+            tuple(self._record(row, prompt.namespace) for row in checkpoints),
             runs_along(self.blocks, self.objects, path, matched),
         )
 
@@ -186,6 +187,7 @@ class TokenIndex:
             node.first_token,
             digests,
             tuple(self.objects.name(page) for page in self._pages(node.row)),
+            self.placed_by(node.row),
         )
 
     def tell(self, prompt: Prompt, found: Match, at_token: int) -> None:
@@ -193,6 +195,7 @@ class TokenIndex:
         if at_token:
             row = found.rows[at_token // KV_BLOCK_TOKENS - 1]
             prompt.chain.know(at_token, self.name(row))
+            prompt.chain.know(placing_token(Kind.KV, at_token), self.placed_by(row))
             if state := self.blocks.state(row):
                 prompt.resume(at_token, state)
 
@@ -212,7 +215,7 @@ class TokenIndex:
             row = self.blocks.kv[block] if block != NONE else NONE
             if name.kind is Kind.HIDDEN:
                 raise ValueError("a hidden object has no entry by name, wanted `find`")
-        return self.objects.record(row, name.namespace) if row != NONE else None
+        return self._record(row, name.namespace) if row != NONE else None
 
     def find(self, prompt: Prompt, kind: Kind, end_token: int) -> Record | None:
         """The record of a prompt's object of some kind that ends at a token, if there is one."""
@@ -236,7 +239,7 @@ class TokenIndex:
         for block in tied if shared == end_token - first else ():
             row = self.blocks.pages[block * PAGES + page]
             if row != NONE and self.objects.name(row) == name.prefix_hash:
-                return self.objects.record(row, prompt.namespace)
+                return self._record(row, prompt.namespace)
         return None
 
     def recognise(self, prompt: Prompt, record: Record) -> None:
@@ -266,16 +269,8 @@ class TokenIndex:
 
     def stored_on(self, rows: Sequence[int]) -> Path:
         """Those objects of some blocks that exist, all of one namespace."""
-        if not rows:
-            return Path()
-        states, record = self.objects.states, self.objects.record
-        namespace = self._namespace(rows[0])
-        pages = (page for row in rows for page in self._pages(row))
-        kv = map(self.blocks.kv.__getitem__, rows)
-        return Path(
-            tuple(record(row, namespace) for row in kv if row != NONE and states[row] & EXISTS),
-            tuple(record(row, namespace) for row in pages if states[row] & EXISTS),
-        )
+        kinds = (Kind.KV, Kind.HIDDEN)
+        return Path(*(tuple(self.records_of(rows, kind, stored=True)) for kind in kinds))
 
     def record_on(self, block: Node, kind: Kind, end_token: int) -> Record:
         """The record of a block's `kv` object, or of its page that ends at a token."""
@@ -283,7 +278,7 @@ class TokenIndex:
         if kind is Kind.HIDDEN:
             page = (end_token - 1 - self.blocks.firsts[block.row]) // PAGE_TOKENS
             row = self.blocks.pages[block.row * PAGES + page]
-        return self.objects.record(row, self._namespace(block.row))
+        return self.objects.record(row, self._namespace(block.row), self.placed_by(block.row))
 
     def checkpoint(self, parent: Node, name: ObjectName, end_token: int, digest: bytes) -> Record:
         """The record of a state that ends in a block below `parent`; made if it is new.
@@ -295,17 +290,17 @@ class TokenIndex:
             digest: running digest of the last of them.
         """
         row = self._checkpoints.add(parent.row, name, end_token, digest, b"")
-        return self.objects.record(row, name.namespace)
+        return self._record(row, name.namespace)
 
     def checkpoint_of(self, prompt: Prompt, end_token: int) -> Record:
         """As `checkpoint`, of a prompt's first tokens."""
         first = (end_token - 1) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
         parent = self.insert(prompt, first)
-        name = ObjectName(prompt.namespace, Kind.CHECKPOINT, prompt.chain.prefix_hash(end_token))
+        name = prompt.name(Kind.CHECKPOINT, end_token)
         digest = prompt.digests_of(end_token - 1, end_token)
         codes = prompt.codes(first, end_token)
         row = self._checkpoints.add(parent.row, name, end_token, digest, codes)
-        return self.objects.record(row, name.namespace)
+        return self._record(row, name.namespace)
 
     def is_behind(self, record: Record, prefix_hash: bytes) -> bool:
         """Whether an object is of the block of that name, or of one that goes on from it.
@@ -362,7 +357,7 @@ class TokenIndex:
     def records(self) -> Iterator[Record]:
         """Every record."""
         for row in self.objects.rows():
-            yield self.objects.record(row, self._namespace(self.objects.homes[row]))
+            yield self._record(row, self._namespace(self.objects.homes[row]))
 
     def some_records(self, first: int, count: int) -> tuple[list[Record], int]:
         """Records of at most `count` rows from row `first` on, and the row to go on from; 0 = end.
@@ -372,7 +367,7 @@ class TokenIndex:
         kinds = self.objects.kinds
         end = min(first + count, len(kinds))
         some = [
-            self.objects.record(row, self._namespace(self.objects.homes[row]))
+            self._record(row, self._namespace(self.objects.homes[row]))
             for row in range(first, end)
             if kinds[row]
         ]
@@ -386,22 +381,34 @@ class TokenIndex:
             now_s, first, count, most=most, only_redis=only_redis
         )
         homes = self.objects.homes
-        return [self.objects.record(r, self._namespace(homes[r])) for r in rows], following
+        return [self._record(r, self._namespace(homes[r])) for r in rows], following
 
-    def records_of(self, rows: Iterable[int], kind: Kind) -> Iterator[Record]:
-        """Objects of some blocks, all of one namespace, ascending by token."""
-        namespace = b""
+    def records_of(
+        self, rows: Iterable[int], kind: Kind, *, stored: bool = False
+    ) -> Iterator[Record]:
+        """Objects of some blocks, all of one namespace, ascending by token; or those that exist."""
+        states = self.objects.states
+        namespace = placed_by = b""
+        head = NONE
         for block in rows:
             namespace = namespace or self._namespace(block)
+            if self.blocks.heads[block] != head:
+                head, placed_by = self.blocks.heads[block], self.placed_by(block)
             objects = [self.blocks.kv[block]] if kind is Kind.KV else self._pages(block)
             for row in objects:
-                if row != NONE:
-                    yield self.objects.record(row, namespace)
+                if row != NONE and (not stored or states[row] & EXISTS):
+                    yield self.objects.record(row, namespace, placed_by)
 
     def name(self, row: int) -> bytes:
         """Name of the prefix that ends with a block."""
         kv = self.blocks.kv[row]
         return self.objects.name(kv) if kv != NONE else self.blocks.keys[row]
+
+    def placed_by(self, row: int) -> bytes:
+        """Name of the first page of a block's segment; of a root the root's."""
+        head = self.blocks.heads[row]
+        page = self.blocks.pages[head * PAGES]
+        return self.objects.name(page) if page != NONE else self.blocks.keys[head]
 
     def has_kv(self, row: int) -> bool:
         """Whether a block's KV exists in some tier."""
@@ -410,6 +417,11 @@ class TokenIndex:
 
     def __len__(self) -> int:
         return self._count
+
+    def _record(self, row: int, namespace: bytes) -> Record:
+        """The one record of an object."""
+        placed_by = self.objects.placed_by(row) or self.placed_by(self.objects.homes[row])
+        return self.objects.record(row, namespace, placed_by)
 
     def _namespace(self, row: int) -> bytes:
         return self._numbered[self.blocks.spaces[row]].namespace
@@ -546,7 +558,7 @@ class TokenIndex:
         self._count -= 1
         for page in self._pages(block):
             if self.objects.homes[page] == block and self.objects.uses[page] > 1:
-                record = self.objects.record(page, space.namespace)
+                record = self._record(page, space.namespace)
                 self.objects.homes[page] = self.homes(record)[1].row
             self.objects.uses[page] -= 1
             if not self.objects.uses[page]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -21,6 +22,7 @@ from lmcache.v1.distributed.storage_manager import StorageManager
 from lmcache.v1.memory_management import MemoryObj
 
 from tailreplay.store.objects import Kind, ObjectName
+from tailreplay.store.placement import digest_of
 from tailreplay.store.shm_pool import ALIGN_BYTES
 
 # It warns of every failed store with all of its keys; the write-back counts them.
@@ -72,13 +74,25 @@ def _model_name(namespace: bytes, kind: Kind) -> str:
     return f"{namespace.hex()}|{kind.name.lower()}"
 
 
-def object_key(name: ObjectName) -> ObjectKey:
+@dataclass(frozen=True)
+class PlacedKey(ObjectKey):  # type: ignore[misc]  # untyped base
+    """A key that says which Redis server has its object.
+
+    Attributes:
+        placed_by: what the server is chosen by; no part of the key.
+    """
+
+    placed_by: bytes = field(default=b"", compare=False, repr=False)
+
+
+def object_key(name: ObjectName) -> PlacedKey:
     """Return LMCache's key for an object."""
-    return ObjectKey(
+    return PlacedKey(
         chunk_hash=name.prefix_hash,
         model_name=_model_name(name.namespace, name.kind),
         kv_rank=0,
         object_group_id=int(name.kind),
+        placed_by=digest_of(name.namespace, name.placed_by or name.prefix_hash),
     )
 
 

@@ -9,23 +9,26 @@ import dataclasses
 import logging
 import threading
 from functools import partial
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import redis
 
 from tailreplay.store.errors import StoreUnavailable
 from tailreplay.store.manifest_form import (
-    NAME_BYTES,
     NAMES_BYTES,
     children_key,
     literal,
     pack_block,
     pack_entry,
+    pack_member,
     parsed_manifest,
+    parsed_member,
 )
 from tailreplay.store.manifest_seal import MARKS
 from tailreplay.store.objects import Kind
-from tailreplay.store.renewal import BlockName
+from tailreplay.store.placement import children_placed_by, digest_of
+from tailreplay.store.views import BlockName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -87,19 +90,19 @@ class Manifests:
         entries = list(entries)
         lives_ms = self._lives_ms([block for block, _ in entries])
         pipes: dict[int, Pipeline] = {}
-        owners, parents = [], []
+        owners, children = [], []
         for (block, entry), life_ms in zip(entries, lives_ms, strict=True):
-            owners.append(self._servers.owner(block.prefix_hash))
+            owners.append(self._owner(block.called))
             self._add(self._pipe(pipes, owners[-1]), block, entry, life_ms)
             if entry.kind is Kind.KV:
                 # A member says nothing without its manifest, wherever that is.
-                pipe = self._pipe(pipes, self._servers.owner(block.parent_hash))
+                pipe = self._pipe(pipes, self._owner(_siblings(block)))
                 siblings = children_key(self._key(block.namespace, block.parent_hash))
-                pipe.zadd(siblings, {block.digests + block.prefix_hash: 0})
+                pipe.zadd(siblings, {pack_member(block): 0})
                 pipe.pexpire(siblings, self._ttl_ms)
-                parents.append((block.namespace, block.parent_hash))
+                children.append(block)
         answers = {server: self._run(server, pipe.execute) for server, pipe in pipes.items()}
-        self._tidy_now_and_then(parents)
+        self._tidy_now_and_then(children)
         return [
             0.0 if answers[owner] is None else life_ms / 1000
             for owner, life_ms in zip(owners, lives_ms, strict=True)
@@ -111,7 +114,7 @@ class Manifests:
         Asked first, as Redis can do it in one command from 7.0 on alone.
         """
         pipes: dict[int, Pipeline] = {}
-        owners = [self._servers.owner(block.prefix_hash) for block in blocks]
+        owners = [self._owner(block.called) for block in blocks]
         for owner, block in zip(owners, blocks, strict=True):
             self._pipe(pipes, owner).pttl(self._key(block.namespace, block.prefix_hash))
         answers = {server: self._run(server, pipe.execute) for server, pipe in pipes.items()}
@@ -119,76 +122,81 @@ class Manifests:
         lives_ms = [next(each[owner], 0) for owner in owners]
         return [life_ms if life_ms > 0 else self._ttl_ms for life_ms in lives_ms]
 
-    def read(self, blocks: Iterable[tuple[bytes, bytes]]) -> list[tuple[Block, list[Entry]]]:
-        """The manifests of blocks, by namespace and name, as far as they are there."""
-        keys: dict[int, list[bytes]] = {}
-        for namespace, prefix_hash in blocks:
-            keys.setdefault(self._servers.owner(prefix_hash), []).append(
-                self._key(namespace, prefix_hash)
-            )
+    def read(self, blocks: Iterable[BlockName]) -> list[tuple[Block, list[Entry]]]:
+        """The manifests of blocks, as far as they are there."""
+        by_server: dict[int, list[BlockName]] = {}
+        for block in blocks:
+            by_server.setdefault(self._owner(block), []).append(block)
         found: list[tuple[Block, list[Entry]]] = []
-        for server, some in keys.items():
+        for server, some in by_server.items():
             client = self._servers.clients[server]
-            found += self._run(server, partial(self._read_all, client, some)) or []
+            found += self._run(server, partial(self._read_named, client, some)) or []
         return found
 
-    def _read_all(
-        self, client: redis.Redis, keys: Sequence[bytes]
+    def _read_named(
+        self, client: redis.Redis, blocks: Sequence[BlockName]
     ) -> list[tuple[Block, list[Entry]]]:
-        return list(self._read(client, keys))
+        keys = [self._key(block.namespace, block.prefix_hash) for block in blocks]
+        return list(self._read(client, keys, [block.placed_by for block in blocks]))
 
     def renew(self, blocks: Sequence[Block]) -> list[BlockName]:
         """Gives manifests, and the sets that blocks are members of, a new life.
 
         Returns:
-            Namespace and name of those that are there and have it.
+            What those are called that are there and have it.
         """
         pipes: dict[int, Pipeline] = {}
         answers_at = []
         for block in blocks:
-            owner = self._servers.owner(block.prefix_hash)
+            owner = self._owner(block.called)
             pipe = self._pipe(pipes, owner)
             pipe.pexpire(self._key(block.namespace, block.prefix_hash), self._ttl_ms)
             answers_at.append((owner, len(pipe) - 1))
-            pipe = self._pipe(pipes, self._servers.owner(block.parent_hash))
+            pipe = self._pipe(pipes, self._owner(_siblings(block)))
             pipe.pexpire(children_key(self._key(block.namespace, block.parent_hash)), self._ttl_ms)
         answers = {server: self._run(server, pipe.execute) for server, pipe in pipes.items()}
         return [
-            BlockName(block.namespace, block.prefix_hash)
+            block.called
             for block, (server, at) in zip(blocks, answers_at, strict=True)
             if (answer := answers[server]) is not None and answer[at]
         ]
 
-    def _tidy_now_and_then(self, parents: Sequence[tuple[bytes, bytes]]) -> None:
+    def _tidy_now_and_then(self, children: Sequence[Block]) -> None:
         """Looks through some children of one parent, once for every so many that were added.
 
         So stale members never are much more than half of a set, however long it lives.
         """
         with self._lock:
-            before, self._added = self._added, self._added + len(parents)
+            before, self._added = self._added, self._added + len(children)
             due = self._added // _TIDY_EVERY > before // _TIDY_EVERY
         if due:
-            self.tidy(*parents[-1])
+            self.tidy(children[-1])
 
-    def tidy(self, namespace: bytes, parent_hash: bytes) -> int:
-        """Takes out stale members among some children of a block; returns how many."""
-        server = self._servers.owner(parent_hash)
-        key = children_key(self._key(namespace, parent_hash))
+    def tidy(self, child: Block) -> int:
+        """Takes out stale members among some siblings of a block; returns how many."""
+        server = self._owner(_siblings(child))
+        key = children_key(self._key(child.namespace, child.parent_hash))
         client = self._servers.clients[server]
         found: Any = self._run(server, lambda: client.zrandmember(key, _TIDIED))
         members: list[bytes] = found or []
-        there = self._have_manifests(namespace, [member[-NAME_BYTES:] for member in members])
+        parsed = [parsed_member(member, child.first_token) for member in members]
+        there = self._have_manifests(
+            [
+                BlockName(child.namespace, m.prefix_hash, m.placed_by or child.placed_by)
+                for m in parsed
+            ]
+        )
         stale = [m for m, is_there in zip(members, there, strict=True) if not is_there]
         if stale:
             self._run(server, lambda: client.zrem(key, *stale))
         return len(stale)
 
-    def _have_manifests(self, namespace: bytes, names: Sequence[bytes]) -> list[bool]:
+    def _have_manifests(self, blocks: Sequence[BlockName]) -> list[bool]:
         """For each block whether it has one, or may have one that can not be read now."""
         pipes: dict[int, Pipeline] = {}
-        owners = [self._servers.owner(name) for name in names]
-        for owner, name in zip(owners, names, strict=True):
-            self._pipe(pipes, owner).exists(self._key(namespace, name))
+        owners = [self._owner(block) for block in blocks]
+        for owner, block in zip(owners, blocks, strict=True):
+            self._pipe(pipes, owner).exists(self._key(block.namespace, block.prefix_hash))
         answers = {server: self._run(server, pipe.execute) for server, pipe in pipes.items()}
         each = {server: iter(found) for server, found in answers.items() if found is not None}
         return [owner not in each or bool(next(each[owner])) for owner in owners]
@@ -205,19 +213,19 @@ class Manifests:
         pipe.hset(key, mapping={f: wrap(key, f.encode(), v) for f, v in fields.items()})
         pipe.pexpire(key, life_ms)
 
-    def forget(self, entries: Iterable[tuple[bytes, bytes, str]]) -> None:
+    def forget(self, entries: Iterable[tuple[BlockName, str]]) -> None:
         """Takes fields away; the payloads behind them count as gone from then on.
 
         Args:
-            entries: namespace and name of each block, and the field.
+            entries: blocks, and a field of each.
 
         Raises:
             StoreUnavailable: Redis did not take all of it.
         """
         by_server: dict[int, list[tuple[bytes, str]]] = {}
-        for namespace, prefix_hash, field in entries:
-            key = self._key(namespace, prefix_hash)
-            by_server.setdefault(self._servers.owner(prefix_hash), []).append((key, field))
+        for block, field in entries:
+            key = self._key(block.namespace, block.prefix_hash)
+            by_server.setdefault(self._owner(block), []).append((key, field))
         done = [self._forget(server, fields) for server, fields in by_server.items()]
         if not all(done):
             raise StoreUnavailable(f"{done.count(False)} Redis servers did not forget manifests")
@@ -275,7 +283,7 @@ class Manifests:
         return [*found, *self._read(client, keys)]
 
     def _read(
-        self, client: redis.Redis, keys: Sequence[bytes]
+        self, client: redis.Redis, keys: Sequence[bytes], placed_by: Iterable[bytes] = ()
     ) -> Iterator[tuple[Block, list[Entry]]]:
         pipe = client.pipeline(transaction=False)
         for key in keys:
@@ -283,16 +291,20 @@ class Manifests:
             pipe.pttl(key)
         answers = iter(pipe.execute(raise_on_error=False))
         # What answers with an error of its own, as a key of another type does, is a miss.
-        for key, fields, life_ms in zip(keys, answers, answers, strict=True):
+        placed = chain(placed_by, repeat(b""))
+        for key, fields, life_ms, at in zip(keys, answers, answers, placed, strict=False):
             if not isinstance(fields, dict) or not isinstance(life_ms, int):
                 continue
-            manifest = parsed_manifest(key, key[len(self._prefix) :], fields, self._seal)
+            manifest = parsed_manifest(key, key[len(self._prefix) :], fields, self._seal, at)
             if manifest is not None:
                 block, entries = manifest
                 yield (
                     block,
                     [dataclasses.replace(entry, life_s=life_ms / 1000) for entry in entries],
                 )
+
+    def _owner(self, block: BlockName) -> int:
+        return self._servers.owner(digest_of(block.namespace, block.placed_by))
 
     def _key(self, namespace: bytes, prefix_hash: bytes) -> bytes:
         return self._prefix + namespace + prefix_hash
@@ -314,6 +326,13 @@ class Manifests:
             changed = (server in self._failing) != failing
             (self._failing.add if failing else self._failing.discard)(server)
         return changed
+
+
+def _siblings(block: Block) -> BlockName:
+    """What the set of a block's siblings is called by: the block before it."""
+    own = block.called.placed_by
+    at = children_placed_by(block.parent_hash, block.first_token, own)
+    return BlockName(block.namespace, block.parent_hash, at)
 
 
 def _reason(error: redis.RedisError) -> str:

@@ -16,16 +16,17 @@ or lies under another's key is a miss. No token ids and no salts are in it: a na
 tokens are running digests.
 
 A block with a `kv` object is also a member of the sorted set of its parent's children, under the
-parent's key and a `z`, by which other stores find it (`shared_index.py`).
+parent's key and a `z`, by which other stores find it (`shared_index.py`). Where everything lies
+says `placement.py`; what the way to a manifest does not tell of it stands in members and entries.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import struct
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from dataclasses import field as attribute
+from typing import TYPE_CHECKING, NamedTuple
 
 from tailreplay.store.chain import DIGEST_BYTES
 from tailreplay.store.manifest_seal import MARKS
@@ -37,6 +38,7 @@ from tailreplay.store.objects import (
     Kind,
     Provenance,
 )
+from tailreplay.store.placement import SEGMENT_TOKENS
 from tailreplay.store.tokens import MAX_TOKENS
 from tailreplay.store.views import Block
 
@@ -46,7 +48,6 @@ if TYPE_CHECKING:
 
 _BLOCK = struct.Struct("<IB32s")
 _ENTRY = struct.Struct("<QB")
-_STATE = struct.Struct("<32s8s")
 NAME_BYTES = 32
 """Bytes of a prefix hash, with which a child's member ends."""
 NAMES_BYTES = 64
@@ -67,8 +68,8 @@ class Entry:
         size: its bytes, header included.
         provenance: exact or approximate.
         state_hash: prefix hash of a checkpoint; empty for other kinds.
-        state_digest: running digest of a checkpoint's last token; empty for other kinds.
         tail_figures: of a hidden object; may be empty.
+        placed_by: of a checkpoint within the first block, which is not placed with its home.
         life_s: what was left of the manifest's life when it was read; 0 = not asked.
     """
 
@@ -76,9 +77,9 @@ class Entry:
     size: int
     provenance: Provenance
     state_hash: bytes = b""
-    state_digest: bytes = b""
     tail_figures: bytes = b""
-    life_s: float = dataclasses.field(default=0.0, compare=False)
+    placed_by: bytes = b""
+    life_s: float = attribute(default=0.0, compare=False)
 
     @property
     def kind(self) -> Kind:
@@ -97,6 +98,11 @@ class Entry:
         """Tokens that a checkpoint has seen."""
         return int(self.field[1:].partition(":")[0])
 
+    @property
+    def state_digest(self) -> bytes:
+        """Running digest of a checkpoint's last token."""
+        return bytes.fromhex(self.field.partition(":")[2])
+
 
 def entry_of(record: Record) -> Entry:
     """What a manifest must say of an object, so that it can be listed again."""
@@ -107,7 +113,8 @@ def entry_of(record: Record) -> Entry:
         page = record.first_token % KV_BLOCK_TOKENS // PAGE_TOKENS
         return Entry(str(page), size, provenance, tail_figures=record.tail_figures)
     field = f"c{record.end_token}:{record.digest.hex()}"
-    return Entry(field, size, provenance, record.name.prefix_hash, record.digest)
+    alone = record.name.placed_by if record.end_token <= KV_BLOCK_TOKENS else b""
+    return Entry(field, size, provenance, record.name.prefix_hash, placed_by=alone)
 
 
 def manifest_key(key_prefix: str, namespace: bytes, prefix_hash: bytes) -> bytes:
@@ -120,8 +127,40 @@ def children_key(parent_key: bytes) -> bytes:
     return parent_key + b"z"
 
 
+class Member(NamedTuple):
+    """A block among its parent's children.
+
+    Attributes:
+        digests: running digests of its tokens.
+        placed_by: as of `Block`; empty = what its parent is placed by.
+        prefix_hash: its name.
+    """
+
+    digests: bytes
+    placed_by: bytes
+    prefix_hash: bytes
+
+
+def pack_member(block: Block) -> bytes:
+    """A block as a member of the set of its parent's children."""
+    alone = b"" if block.first_token % SEGMENT_TOKENS else block.called.placed_by
+    return block.digests + alone + block.prefix_hash
+
+
+def parsed_member(member: bytes, first_token: int) -> Member:
+    """A member of a set of children that begin at a token."""
+    rest, prefix_hash = member[:-NAME_BYTES], member[-NAME_BYTES:]
+    if first_token % SEGMENT_TOKENS:
+        return Member(rest, b"", prefix_hash)
+    return Member(rest[:-NAME_BYTES], rest[-NAME_BYTES:], prefix_hash)
+
+
 def parsed_manifest(
-    key: bytes, names: bytes, fields: dict[bytes, bytes], seal: Seal = MARKS
+    key: bytes,
+    names: bytes,
+    fields: dict[bytes, bytes],
+    seal: Seal = MARKS,
+    placed_by: bytes = b"",
 ) -> tuple[Block, list[Entry]] | None:
     """A manifest as Redis gives it; None when it is absent or damaged, which makes it a miss.
 
@@ -130,9 +169,10 @@ def parsed_manifest(
         names: namespace and prefix hash of its block.
         fields: of the hash.
         seal: the form of its values.
+        placed_by: what says where it was found, for its block.
     """
     values = {field: seal.unwrap(key, field, stored) for field, stored in fields.items()}
-    return _unpack(names, {field: v for field, v in values.items() if v is not None})
+    return _unpack(names, {field: v for field, v in values.items() if v is not None}, placed_by)
 
 
 def literal(text: bytes) -> bytes:
@@ -149,18 +189,19 @@ def pack_block(block: Block) -> bytes:
 def pack_entry(entry: Entry) -> bytes:
     """An object's field, without its seal."""
     packed = _ENTRY.pack(entry.size, entry.provenance)
-    if entry.state_hash:
-        return packed + _STATE.pack(entry.state_hash, entry.state_digest)
-    return packed + entry.tail_figures
+    return packed + entry.state_hash + entry.placed_by + entry.tail_figures
 
 
-def _unpack(names: bytes, fields: dict[bytes, bytes]) -> tuple[Block, list[Entry]] | None:
+def _unpack(
+    names: bytes, fields: dict[bytes, bytes], placed_by: bytes
+) -> tuple[Block, list[Entry]] | None:
     """A manifest read back; None when it is damaged, which makes it a miss."""
     try:
         first, pages, parent = _BLOCK.unpack_from(fields[b"b"])
         at = _BLOCK.size + 32 * pages
         hashes = tuple(fields[b"b"][i : i + 32] for i in range(_BLOCK.size, at, 32))
-        block = Block(names[:32], names[32:], parent, first, fields[b"b"][at:], hashes)
+        digests = fields[b"b"][at:]
+        block = Block(names[:32], names[32:], parent, first, digests, hashes, placed_by)
         whole = len(block.digests) % DIGEST_BYTES == 0
         if len(names) != NAMES_BYTES or pages > _MAX_PAGES or not whole:
             return None
@@ -177,14 +218,14 @@ def _entry(field: bytes, value: bytes) -> Entry:
     size, provenance = _ENTRY.unpack_from(value)
     if not 0 < size <= _MAX_OBJECT_BYTES:
         raise ValueError(f"field {field!r} is of {size} bytes, wanted 1 to {_MAX_OBJECT_BYTES}")
-    state, figures = (b"", b""), b""
-    if field.startswith(b"c"):
-        state = _STATE.unpack_from(value, _ENTRY.size)
-        token, _, digest = field[1:].partition(b":")
-        if not 0 < int(token) <= MAX_TOKENS or digest != state[1].hex().encode():
-            raise ValueError(f"field {field!r} is no name of the checkpoint in it")
-    elif field != b"k":
-        figures = value[_ENTRY.size :]
-        if len(figures) > MAX_TAIL_FIGURES_BYTES or len(figures) % TAIL_FIGURE_BYTES:
-            raise ValueError(f"field {field!r} has {len(figures)} bytes of tail figures")
-    return Entry(field.decode("ascii"), size, Provenance(provenance), *state, figures)
+    entry, more = Entry(field.decode("ascii"), size, Provenance(provenance)), value[_ENTRY.size :]
+    if entry.kind is Kind.CHECKPOINT:
+        hashes = 2 if entry.end_token <= KV_BLOCK_TOKENS else 1
+        if not 0 < entry.end_token <= MAX_TOKENS or len(more) != hashes * NAME_BYTES:
+            raise ValueError(f"field {field!r} has {len(more)} bytes of a checkpoint's names")
+        return replace(entry, state_hash=more[:NAME_BYTES], placed_by=more[NAME_BYTES:])
+    if entry.kind is Kind.HIDDEN:
+        if len(more) > MAX_TAIL_FIGURES_BYTES or len(more) % TAIL_FIGURE_BYTES:
+            raise ValueError(f"field {field!r} has {len(more)} bytes of tail figures")
+        return replace(entry, tail_figures=more)
+    return entry

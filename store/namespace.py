@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tailreplay.store.errors import InvalidRequest
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Version of the stored format; a change makes every older object unreachable."""
 
 NAMESPACE_BYTES = 32

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -58,8 +58,11 @@ class ObjectName:
         namespace: 32 bytes, digest of the model's semantics and the tenant's salt.
         kind: what it holds.
         prefix_hash: 32 bytes, chain hash of the whole prefix up to the object's last token.
+        placed_by: prefix hash that says which Redis server has it, as of `placing_token`; no part
+            of the name. Empty = its own, where nobody asks Redis.
     """
 
     namespace: bytes
     kind: Kind
     prefix_hash: bytes
+    placed_by: bytes = field(default=b"", compare=False, repr=False)

@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tailreplay.store.chain import STATE_BYTES, PrefixChain, sealed_tokens
+from tailreplay.store.objects import ObjectName
+from tailreplay.store.placement import placing_token
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from tailreplay.store.objects import Kind
     from tailreplay.store.tokens import ExtendedTokens
 
 CODE_BYTES = 4
@@ -101,6 +104,12 @@ class Prompt:
             return b""
         state: bytes = self._sealed[end_token - 1 - self._sealed_from].tobytes()
         return state
+
+    def name(self, kind: Kind, end_token: int) -> ObjectName:
+        """What its object that ends at a token is called."""
+        hash_at = self.chain.prefix_hash
+        placed_by = hash_at(placing_token(kind, end_token))
+        return ObjectName(self.namespace, kind, hash_at(end_token), placed_by)
 
     @property
     def chain(self) -> PrefixChain:

@@ -231,6 +231,7 @@ class Objects:
         )
         self._names = bytearray()
         self._digests: dict[int, bytes] = {}
+        self._placed_by: dict[int, bytes] = {}
         self._figures: dict[int, _Figures] = {}
         self._free: list[int] = []
         self._live: WeakValueDictionary[int, Record] = WeakValueDictionary()
@@ -265,6 +266,7 @@ class Objects:
             record._objects = None
         self.kinds[row] = self.states[row] = 0
         self._digests.pop(row, None)
+        self._placed_by.pop(row, None)
         self.note_figures(row, b"")
         self._free.append(row)
 
@@ -280,6 +282,14 @@ class Objects:
         """What `note_digest` has kept; empty for other rows."""
         return self._digests.get(row, b"")
 
+    def note_placed_by(self, row: int, prefix_hash: bytes) -> None:
+        """Keeps what a row is placed by that is not placed with its home."""
+        self._placed_by[row] = prefix_hash
+
+    def placed_by(self, row: int) -> bytes:
+        """What `note_placed_by` has kept; empty for other rows."""
+        return self._placed_by.get(row, b"")
+
     def figures(self, row: int) -> bytes:
         """Tail figures of a row; may be empty."""
         size = self._figure_bytes[row]
@@ -294,11 +304,11 @@ class Objects:
             kept = self._figures.setdefault(len(figures), _Figures(len(figures)))
             self._figure_places[row] = kept.add(figures)
 
-    def record(self, row: int, namespace: bytes) -> Record:
+    def record(self, row: int, namespace: bytes, placed_by: bytes) -> Record:
         """The one record of a row."""
         record = self._live.get(row)
         if record is None:
-            name = ObjectName(namespace, Kind(self.kinds[row]), self.name(row))
+            name = ObjectName(namespace, Kind(self.kinds[row]), self.name(row), placed_by)
             record = Record(
                 name,
                 self.firsts[row],

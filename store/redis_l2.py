@@ -286,7 +286,8 @@ class TailReplayRedisL2(L2AdapterInterface):  # type: ignore[misc]  # untyped ba
         return positions
 
     def _shard_of(self, key: ObjectKey) -> RedisShard:
-        return self._shards[owner(self._places, key.chunk_hash)]
+        # LMCache's own keys say nothing of a segment: those objects are each placed alone.
+        return self._shards[owner(self._places, getattr(key, "placed_by", key.chunk_hash))]
 
     def _redis_key(self, key: ObjectKey) -> bytes:
         name = f"{key.model_name}@{key.kv_rank:08x}@{key.object_group_id:x}"

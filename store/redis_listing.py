@@ -99,7 +99,7 @@ class RedisListing:
             elif entry.kind is Kind.HIDDEN:
                 record = hidden[entry.page] if entry.page < len(hidden) else None
             else:
-                name = ObjectName(namespace, Kind.CHECKPOINT, entry.state_hash)
+                name = ObjectName(namespace, Kind.CHECKPOINT, entry.state_hash, entry.placed_by)
                 record = self._index.checkpoint(node, name, entry.end_token, entry.state_digest)
             if record is not None and _is_news(record, entry):
                 self._note(record, entry)

@@ -26,7 +26,7 @@ class Question(NamedTuple):
     """A command that changes nothing, or nothing that matters.
 
     Attributes:
-        digest: what its key is called, which says where it is.
+        digest: what its key is placed by.
         words: the command.
         nothing: the answer of a server that has nothing.
     """
@@ -52,7 +52,7 @@ class RedisServers:
         self._quiet_until = [-math.inf] * len(endpoints)
 
     def owner(self, digest: bytes) -> int:
-        """Return the number of the server that has what is called `digest`."""
+        """Return the number of the server that has what is placed by `digest`."""
         return owner(self._places, digest)
 
     def ask(self, questions: Sequence[Question]) -> list[Any]:

@@ -7,9 +7,10 @@ its payloads. What is not there any more is taken out of the manifest in place o
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from tailreplay.store.objects import Kind, ObjectName
+from tailreplay.store.views import BlockName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,13 +20,6 @@ if TYPE_CHECKING:
     from tailreplay.store.views import Block
 
 logger = logging.getLogger(__name__)
-
-
-class BlockName(NamedTuple):
-    """What its manifest is called by."""
-
-    namespace: bytes
-    prefix_hash: bytes
 
 
 class Renewal:
@@ -55,23 +49,20 @@ class Renewal:
         unsure, gone = set[BlockName](), []
         for (block, entry, _), is_there in zip(names, there, strict=True):
             if is_there is None:
-                unsure.add(_called(block))
+                unsure.add(block.called)
             elif not is_there:
-                gone.append((*_called(block), entry.field))
+                gone.append((block.called, entry.field))
         if gone:
             logger.debug("%d payloads had gone before their manifests", len(gone))
             self._manifests.forget(gone)
-        return self._manifests.renew([b for b, _ in found if _called(b) not in unsure])
+        return self._manifests.renew([b for b, _ in found if b.called not in unsure])
 
 
 def name_of(block: Block, entry: Entry) -> ObjectName:
     """Return the object that an entry of a block's manifest speaks of."""
+    prefix_hash = block.prefix_hash
     if entry.kind is Kind.CHECKPOINT:
-        return ObjectName(block.namespace, Kind.CHECKPOINT, entry.state_hash)
-    if entry.kind is Kind.HIDDEN:
-        return ObjectName(block.namespace, Kind.HIDDEN, block.page_hashes[entry.page])
-    return ObjectName(block.namespace, Kind.KV, block.prefix_hash)
-
-
-def _called(block: Block) -> BlockName:
-    return BlockName(block.namespace, block.prefix_hash)
+        prefix_hash = entry.state_hash
+    elif entry.kind is Kind.HIDDEN:
+        prefix_hash = block.page_hashes[entry.page]
+    return ObjectName(block.namespace, entry.kind, prefix_hash, entry.placed_by or block.placed_by)

@@ -25,9 +25,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import redis
 
 from tailreplay.store.chain import common_tokens
-from tailreplay.store.manifest_form import NAME_BYTES, children_key, manifest_key, parsed_manifest
+from tailreplay.store.manifest_form import (
+    children_key,
+    manifest_key,
+    parsed_manifest,
+    parsed_member,
+)
 from tailreplay.store.manifest_seal import MARKS
 from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind
+from tailreplay.store.placement import children_placed_by, digest_of, placing_token
 from tailreplay.store.redis_servers import Question
 
 if TYPE_CHECKING:
@@ -224,20 +230,32 @@ class _Walk:
         return list(range(at + KV_BLOCK_TOKENS, stop + 1, KV_BLOCK_TOKENS))
 
     def _manifest(self, end: int) -> Question:
-        return self._manifest_of(self._prompt.chain.prefix_hash(end))
+        return self._manifest_of(self._prompt.chain.prefix_hash(end), self._placed_by(end))
 
-    def _manifest_of(self, name: bytes) -> Question:
+    def _manifest_of(self, name: bytes, placed_by: bytes) -> Question:
         key = manifest_key(self._prefix, self._prompt.namespace, name)
-        return Question(name, ("HGETALL", key), {})
+        return Question(self._digest(placed_by), ("HGETALL", key), {})
+
+    def _placed_by(self, end: int) -> bytes:
+        """What the prompt's block that ends at a token is placed by."""
+        return self._prompt.chain.prefix_hash(placing_token(Kind.KV, end))
+
+    def _digest(self, placed_by: bytes) -> bytes:
+        return digest_of(self._prompt.namespace, placed_by)
 
     def _children(self, at: int, wanted: bytes) -> list[Question]:
         """The neighbours of what is wanted among the children of the block that ends at `at`."""
-        name, key = self._prompt.chain.prefix_hash(at), children_key(self._key(at))
         limit = ("LIMIT", 0, _NEIGHBOURS)
         return [
-            Question(name, ("ZRANGEBYLEX", key, b"[" + wanted, b"+", *limit), []),
-            Question(name, ("ZREVRANGEBYLEX", key, b"(" + wanted, b"-", *limit), []),
+            self._of_children(at, "ZRANGEBYLEX", b"[" + wanted, b"+", *limit),
+            self._of_children(at, "ZREVRANGEBYLEX", b"(" + wanted, b"-", *limit),
         ]
+
+    def _of_children(self, at: int, command: str, *words: object) -> Question:
+        """A command, given without its key, for the children of the block that ends at `at`."""
+        placed_by = children_placed_by(self._prompt.chain.prefix_hash(at), at, self._placed_by(at))
+        key = children_key(self._key(at))
+        return Question(self._digest(placed_by), (command, key, *words), [])
 
     def _leading(self, ends: Sequence[int], replies: Sequence[Any]) -> list[Found]:
         """Those before the first that is not there, or has no keys and values."""
@@ -261,8 +279,7 @@ class _Walk:
                 break
             # Behind a stale neighbour there may be one that shares more than what was found.
             self.stale += len(stale)
-            name, key = self._prompt.chain.prefix_hash(at), children_key(self._key(at))
-            self._servers.ask([Question(name, ("ZREM", key, *stale), 0)])
+            self._servers.ask([self._of_children(at, "ZREM", *stale)])
             members = None
         return found
 
@@ -273,30 +290,34 @@ class _Walk:
     def _better(self, at: int, shared: int, members: Sequence[bytes]) -> list[bytes]:
         """Members that share more than that with the prompt, most first."""
         wanted = self._wanted(at)
-        common = {m: common_tokens(m[:-NAME_BYTES], wanted) for m in members}
+        common = {m: common_tokens(parsed_member(m, at).digests, wanted) for m in members}
         return sorted((m for m in members if common[m] > shared), key=common.__getitem__)[::-1]
 
     def _first_good(self, at: int, members: Sequence[bytes]) -> tuple[Found | None, list[bytes]]:
         """The first whose manifest is there, and those before it, which are stale."""
         stale: list[bytes] = []
-        for member, fields in zip(members, self._manifests(members), strict=True):
+        for member, fields in zip(members, self._manifests(at, members), strict=True):
             found = self._child(at, member, fields)
             if found is not None:
                 return found, stale
             stale.append(member)
         return None, stale
 
-    def _manifests(self, members: Sequence[bytes]) -> list[Any]:
-        return self._servers.ask([self._manifest_of(member[-NAME_BYTES:]) for member in members])
+    def _manifests(self, at: int, members: Sequence[bytes]) -> list[Any]:
+        parsed = [parsed_member(member, at) for member in members]
+        return self._servers.ask(
+            [self._manifest_of(m.prefix_hash, m.placed_by or self._placed_by(at)) for m in parsed]
+        )
 
     def _child(self, at: int, member: bytes, fields: dict[bytes, bytes]) -> Found | None:
         """A member's block, if its manifest agrees with it."""
-        found = self._parsed(member[-NAME_BYTES:], fields)
+        parsed = parsed_member(member, at)
+        found = self._parsed(parsed.prefix_hash, fields)
         if found is None or not found.has_kv:
             return None
         block = found.block
         parent = self._prompt.chain.prefix_hash(at)
-        wanted = (parent, at, member[:-NAME_BYTES])
+        wanted = (parent, at, parsed.digests)
         return found if (block.parent_hash, block.first_token, block.digests) == wanted else None
 
     def _found(self, end: int, fields: dict[bytes, bytes]) -> Found | None:

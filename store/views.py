@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from tailreplay.store.objects import Kind
@@ -11,6 +11,14 @@ if TYPE_CHECKING:
     from tailreplay.store.index import TokenIndex
     from tailreplay.store.record import Record
     from tailreplay.store.runs import Run
+
+
+class BlockName(NamedTuple):
+    """What a block's manifest is called by, and placed by."""
+
+    namespace: bytes
+    prefix_hash: bytes
+    placed_by: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +37,10 @@ class Node:
     def prefix_hash(self) -> bytes:
         """Name of the prefix that ends with it."""
         return self.index.name(self.row)
+
+    def called(self, namespace: bytes) -> BlockName:
+        """What its manifest is called by, in its namespace."""
+        return BlockName(namespace, self.prefix_hash, self.index.placed_by(self.row))
 
     @property
     def first_token(self) -> int:
@@ -72,6 +84,7 @@ class Block:
         first_token: position of its first token.
         digests: running digests of its tokens.
         page_hashes: prefix hash at the end of each of its pages.
+        placed_by: prefix hash that says which server has its manifest; empty = not known.
     """
 
     namespace: bytes
@@ -80,6 +93,12 @@ class Block:
     first_token: int
     digests: bytes
     page_hashes: tuple[bytes, ...]
+    placed_by: bytes = field(default=b"", compare=False)
+
+    @property
+    def called(self) -> BlockName:
+        """What its manifest is called by."""
+        return BlockName(self.namespace, self.prefix_hash, self.placed_by or self.prefix_hash)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from tailreplay.store.objects import (
     MAX_TAIL_FIGURES_BYTES,
     TAIL_FIGURE_BYTES,
     Kind,
-    ObjectName,
 )
 from tailreplay.store.prompt import Prompt
 from tailreplay.store.tiers import PutOutcome
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
     from tailreplay.store.catalog import Catalog
     from tailreplay.store.header import Header
+    from tailreplay.store.objects import ObjectName
     from tailreplay.store.put_source import PutSource
     from tailreplay.store.sightings import Sightings
     from tailreplay.store.tiers import Reserved, Tiers
@@ -280,8 +280,7 @@ class PutSession:
             self._catalog.count("dropped_objects", objects)
 
     def _name(self, wanted: pb.PutObject) -> ObjectName:
-        prefix_hash = self._prompt.chain.prefix_hash(wanted.end_token)
-        return ObjectName(self._prompt.namespace, _KINDS[wanted.kind], prefix_hash)
+        return self._prompt.name(_KINDS[wanted.kind], wanted.end_token)
 
     def _verified(self, due: _Due, data: memoryview) -> Header:
         """The header of an object that is in every way what was announced."""

@@ -402,7 +402,7 @@ def _manifest_fields() -> dict[bytes, bytes]:
     entries = [
         Entry("k", 4000, Provenance.EXACT),
         Entry("2", 900, Provenance.EXACT, tail_figures=bytes(range(12))),
-        Entry(f"c300:{digest.hex()}", 77, Provenance.APPROXIMATE, hash_at(300), digest),
+        Entry(f"c300:{digest.hex()}", 77, Provenance.APPROXIMATE, hash_at(300)),
     ]
     return {b"b": pack_block(block)} | {e.field.encode(): pack_entry(e) for e in entries}
 

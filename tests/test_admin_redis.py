@@ -261,9 +261,10 @@ def test_erasing_and_limits_reach_every_server(start_redis):
     servers = [start_redis(), start_redis()]
     url = " ".join(server.url for server in servers)
     with serve_in_thread(redis_url=url) as store, closing(Client(store.address)) as client:
-        mine, other = prefix_of(ACME, range(5000)), prefix_of(OTHER)
-        client.put(mine)
+        mine, other = prefix_of(ACME), prefix_of(OTHER)
         client.put(other)
+        for first in range(16):  # segments enough for both
+            client.put(Prefix(mine.namespace, range(first, first + 300), tenant=ACME))
         settle(client)
         raws = [redis.Redis.from_url(server.url) for server in servers]
         marks = (mine.namespace, mine.namespace.hex().encode())

@@ -33,29 +33,29 @@ SPACE_HEX = NAMESPACE.hex()
 # Header bytes up to their checksum, and blake3 of the whole object.
 GOLDEN = {
     Kind.KV: (
-        "5452504c 0100 01 01 c0000000 0041000000000000"
+        "5452504c 0200 01 01 c0000000 0041000000000000"
         f"{SPACE_HEX} 9955e949568feb1bbf1450e11b1004e13664307267a1e1de2ddbe8468014e60f"
         "00000000 82000000 00000000 00000000 01 00 00 00"
         "02000000 02000000 04000000 00000000 00000000 00000000 82000000 0c000000"
         "f1920a3a c5a74603 9ed57fcd 3c76f6ef 0843bad6 35b14329 76fcbad8 42c9f6e1 e838b2a2 e9af1bc8"
-        "dd9a57f1 768c64f1 ed21d502",
-        "6062449301cb38f3bcb5d24683cb404d79d4d8b08d3f600694ee4f492064d617",
+        "dd9a57f1 768c64f1 705c0cf2",
+        "452410ab9bd0a9cafb80474d465c6dab140e3c7d109f087b557b87f98ff45b9e",
     ),
     Kind.HIDDEN: (
-        "5452504c 0100 02 01 c0000000 0010000000000000"
+        "5452504c 0200 02 01 c0000000 0010000000000000"
         f"{SPACE_HEX} c5881f981df49cc3db46a364b02144b9fe599a34175af0d0dbd20b02e667e0c0"
         "40000000 80000000 00000000 00000000 01 00 00 00"
         "02000000 08000000 00000000 00000000 00000000 00000000 40000000 02000000"
-        "6a7865fa 5766232e 19622223",
-        "6292b397510ca574bca62b3d320f5051444a8402af7908e7653c2bbcada6c98b",
+        "6a7865fa 5766232e d1ab3c77",
+        "7a198bc47dfbc0e5d6a4d8c271d42144a6ff8a7dac98bc937c1cda6709fd7012",
     ),
     Kind.CHECKPOINT: (
-        "5452504c 0100 03 01 c0000000 e004000000000000"
+        "5452504c 0200 03 01 c0000000 e004000000000000"
         f"{SPACE_HEX} 2bdf913487a5a8054fcba6059981b54ea230d92695a16cd44234f3f3e17c0cfe"
         "45000000 46000000 00000000 00000000 01 01 01 00"
         "03000000 02000000 01000000 04000000 04000000 03000000 01000000 06000000"
-        "0a408a4a d8c21317 21acb6e2 7f4ae271 a442ab2c 30e979b3 c7b73d25",
-        "d886a9f560e1b2f961ed69f0df0d24f8697930b789fa793571da65aad73538af",
+        "0a408a4a d8c21317 21acb6e2 7f4ae271 a442ab2c 30e979b3 4d0b7e65",
+        "f5af0661c893ca92109a9e0698fedaf7b96e26bb1a5dc17cde6595bb1e864cbb",
     ),
 }
 FIELDS_BYTES = 136
@@ -195,7 +195,7 @@ def test_an_object_of_another_prefix_namespace_or_kind_is_an_integrity_error(kin
 
 LIE = {
     "magic": (0, b"TRPX"),
-    "version": (4, b"\x02\x00"),
+    "version": (4, b"\x01\x00"),
     "kind 0": (6, b"\0"),
     "kind 9": (6, b"\x09"),
     "provenance 0": (7, b"\0"),
@@ -265,7 +265,7 @@ def test_huge_counts_take_no_memory():
 @given(st.binary(max_size=400))
 def test_random_bytes_are_an_integrity_error(data):
     with pytest.raises(IntegrityError):
-        parse_header(b"TRPL\x01\x00" + data)
+        parse_header(b"TRPL\x02\x00" + data)
 
 
 @given(st.integers(6, FIELDS_BYTES - 1), st.binary(min_size=1, max_size=8))

@@ -522,7 +522,7 @@ def test_a_namespace_that_differs_in_any_one_field_matches_nothing(server, tenan
         "tenant_salt": "s",
         "kv_dtype": "bfloat16",
         "quantisation": "int8",
-        "format_version": 2,
+        "format_version": 1,
     }
     assert set(others) == set(NamespaceFields.model_fields)
     tokens = extended_tokens(SHORT)

@@ -37,7 +37,7 @@ STATE = Entry(
     77,
     Provenance.APPROXIMATE,
     PREFIX.chain.prefix_hash(100),
-    PREFIX.digests[792:800],
+    placed_by=PREFIX.chain.prefix_hash(64),
 )
 ENTRIES = [
     (SECOND, Entry("0", 500, Provenance.EXACT)),
@@ -100,11 +100,23 @@ def test_a_manifest_is_byte_for_byte_the_golden_one(manifests, raw):
     assert fields[b"k"].hex() == "e803000000000000" + "01" + GOLDEN_SEALS["k"]
 
 
+def test_a_checkpoint_says_where_it_lies_only_within_the_first_block(manifests, raw):
+    later = Entry(f"c300:{'1' * 16}", 78, Provenance.EXACT, PREFIX.chain.prefix_hash(300))
+    manifests.commit([(ROOT, STATE), (FIRST, later)])
+    stored = raw.hget(key_of(ROOT), STATE.field)
+    assert stored[:-8].hex() == "4d00000000000000" + "02" + STATE.state_hash.hex() + (
+        STATE.placed_by.hex()
+    )
+    assert raw.hget(key_of(FIRST), later.field)[:-8].hex() == (
+        "4e00000000000000" + "01" + later.state_hash.hex()
+    )
+
+
 def test_a_block_with_keys_and_values_is_among_its_parents_children(manifests, raw):
     manifests.commit(ENTRIES)
     children = key_of(ROOT) + b"z"
     assert raw.zrange(children, 0, -1, withscores=True) == [
-        (FIRST.digests + FIRST.prefix_hash, 0.0)
+        (FIRST.digests + FIRST.page_hashes[0] + FIRST.prefix_hash, 0.0)
     ]
     assert 0 < raw.pttl(children) <= 60_000
     assert not raw.exists(key_of(FIRST) + b"z"), "of its child only a hidden page is there"
@@ -113,7 +125,7 @@ def test_a_block_with_keys_and_values_is_among_its_parents_children(manifests, r
 def test_what_was_forgotten_is_gone_and_the_rest_stays(manifests):
     manifests.commit(ENTRIES)
     manifests.forget(
-        (block.namespace, block.prefix_hash, field)
+        (block.called, field)
         for block, field in [(FIRST, "k"), (SECOND, "0"), (SECOND, "no such field")]
     )
     loaded = {block.prefix_hash: entries for block, entries in manifests.load()}
@@ -179,20 +191,21 @@ def test_a_sealed_page_with_figures_of_another_size_is_a_miss(manifests, size):
 
 @pytest.mark.parametrize("token", [0, (1 << 22) + 1, 1 << 32])
 def test_a_sealed_checkpoint_of_no_prefix_is_a_miss(manifests, token):
-    field = f"c{token}:{bytes(8).hex()}"
-    manifests.commit([(FIRST, Entry(field, 1000, Provenance.EXACT, bytes(32), bytes(8)))])
+    field, names = f"c{token}:{bytes(8).hex()}", bytes(32 if token > 256 else 64)
+    manifests.commit([(FIRST, Entry(field, 1000, Provenance.EXACT, names))])
     assert manifests.load() == []
 
 
-def test_a_sealed_checkpoint_under_anothers_digest_is_a_miss(manifests):
-    field = f"c100:{'1' * 16}"
-    manifests.commit([(FIRST, Entry(field, 1000, Provenance.EXACT, bytes(32), bytes(8)))])
+@pytest.mark.parametrize(("token", "size"), [(256, 32), (256, 96), (257, 31), (257, 64)])
+def test_a_sealed_checkpoint_with_more_or_fewer_names_is_a_miss(manifests, token, size):
+    field = f"c{token}:{bytes(8).hex()}"
+    manifests.commit([(FIRST, Entry(field, 1000, Provenance.EXACT, bytes(size)))])
     assert manifests.load() == []
 
 
 @pytest.mark.parametrize("field", ["x", "4", "c:", "cx:0", "c1:zz", ""])
 def test_a_sealed_field_that_nobody_knows_is_a_miss(manifests, field):
-    manifests.commit([(FIRST, Entry(field, 1000, Provenance.EXACT, bytes(32), bytes(8)))])
+    manifests.commit([(FIRST, Entry(field, 1000, Provenance.EXACT, bytes(32)))])
     assert manifests.load() == []
 
 
@@ -231,7 +244,7 @@ def test_more_manifests_than_one_scan_gives_are_all_loaded(manifests):
 
 def test_a_redis_that_is_not_there_is_unavailable_and_warned_of_once(caplog):
     absent = Manifests(servers_at("unix:///nowhere/redis.sock"), "t:", 60.0)
-    for call in (absent.load, lambda: absent.forget([(SPACE, bytes(32), "k")])):
+    for call in (absent.load, lambda: absent.forget([(FIRST.called, "k")])):
         with pytest.raises(StoreUnavailable, match="manifests"):
             call()
     assert absent.commit(ENTRIES) == [0] * len(ENTRIES)
@@ -276,5 +289,5 @@ def test_of_several_servers_one_that_is_away_takes_only_its_share(start_redis):
         assert kept == {b.prefix_hash for b, t in zip(blocks, taken, strict=True) if t}
         assert not manifests.whole
         with pytest.raises(StoreUnavailable):
-            manifests.forget([(SPACE, block.prefix_hash, "k") for block in blocks])
+            manifests.forget([(block.called, "k") for block in blocks])
         assert [entries for _, entries in manifests.load()] == [[]] * sum(map(bool, taken))

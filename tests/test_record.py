@@ -21,12 +21,12 @@ def add(objects: Objects, number: int, kind: Kind = Kind.KV) -> int:
 
 def test_a_record_is_the_same_for_all_who_hold_it(objects):
     row = add(objects, 1)
-    record = objects.record(row, SPACE)
-    assert objects.record(row, SPACE) is record
+    record = objects.record(row, SPACE, b"")
+    assert objects.record(row, SPACE, b"") is record
     record.in_cpu, record.size, record.provenance = True, 77, Provenance.APPROXIMATE
     del record
     gc.collect()
-    again = objects.record(row, SPACE)
+    again = objects.record(row, SPACE, b"")
     assert (again.in_cpu, again.in_redis, again.size) == (True, False, 77)
     assert again.provenance is Provenance.APPROXIMATE
     assert (again.first_token, again.end_token) == (256, 512)
@@ -34,12 +34,12 @@ def test_a_record_is_the_same_for_all_who_hold_it(objects):
 
 def test_a_record_whose_row_is_another_object_s_now_is_still_what_it_was(objects):
     row = add(objects, 1)
-    old = objects.record(row, SPACE)
+    old = objects.record(row, SPACE, b"")
     old.in_cpu, old.size = True, 77
     old.tail_figures = b"123456"
     objects.free(row)
     assert add(objects, 2, Kind.HIDDEN) == row
-    new = objects.record(row, SPACE)
+    new = objects.record(row, SPACE, b"")
     new.in_redis, new.size = True, 99
     assert old is not new
     assert (old.name.kind, old.name.prefix_hash[-1]) == (Kind.KV, 1)
@@ -68,4 +68,4 @@ def test_a_record_alone_is_as_it_was_made():
 
 def objects_name():
     objects = Objects()
-    return objects.record(add(objects, 3), SPACE).name
+    return objects.record(add(objects, 3), SPACE, b"").name

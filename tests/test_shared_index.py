@@ -188,7 +188,7 @@ def test_a_member_whose_manifest_says_something_else_counts_for_nothing(a, raw, 
     children = children_key(key(prefix, 0))
     (member,) = raw.zrange(children, 0, -1)
     longer = Prefix(space, branch(BASE, 100))
-    forged = longer.digests[: 8 * 103] + member[-32:]  # another prefix's digests, this one's name
+    forged = longer.digests[: 8 * 103] + member[-64:]  # another prefix's digests, this one's names
     raw.zadd(children, {forged: 0})
     beyond = shared.beyond(longer.prompt, 0, 0)
     assert common_tokens(beyond.last.block.digests, longer.digests) == 100
@@ -214,7 +214,7 @@ def test_redis_holds_no_token_ids_of_children(a, raw, space):
     prefix = Prefix(space, BASE[:256])
     put(a, prefix, KV)
     (member,) = raw.zrange(children_key(key(prefix, 0)), 0, -1)
-    assert member == prefix.digests + prefix.chain.prefix_hash(256)
+    assert member == prefix.digests + prefix.chain.prefix_hash(64) + prefix.chain.prefix_hash(256)
 
 
 def test_a_question_is_asked_again_only_after_a_while(server, raw, space):
@@ -286,7 +286,7 @@ def test_a_key_file_keys_the_digests_and_describe_says_so(server, raw, space, tm
         assert client.match(Prefix(space, branch(BASE, 777))).matched_tokens == 777
     (member,) = raw.zrange(children_key(key(prefix, 0)), 0, -1)
     secret = digest_key(space, key_file.read_bytes())
-    assert member[:-32] == running_digests(secret, prefix.tokens[:256])
+    assert member[:-64] == running_digests(secret, prefix.tokens[:256])
     with serve_in_thread(**settings) as unkeyed, closing(Client(unkeyed.address)) as client:
         assert unkeyed.store.describe("").settings["effective_digests"].startswith("unkeyed")
         assert client.match(Prefix(space, branch(BASE, 777))).matched_tokens == 768
@@ -328,7 +328,7 @@ def test_stale_members_of_a_long_lived_set_are_taken_out_as_others_are_added(a, 
         put(a, prefix, KV)
         if number < 40:
             raw.delete(key(prefix, 1))  # as if it had expired
-    members = {p.digests + p.name(KV, 1).prefix_hash for p in prefixes[:40]}
+    members = {p.digests + 2 * p.name(KV, 1).prefix_hash for p in prefixes[:40]}
     stale = members & set(raw.zrange(children, 0, -1))
     assert len(stale) < 30
     assert raw.zcard(children) == 160 + len(stale)

@@ -75,8 +75,8 @@ class RedisAgainstList(RuleBasedStateMachine):
     @rule(data=st.data())
     def keys_and_values_are_lost(self, data):
         ids = data.draw(st.sampled_from(sorted(self.blocks)))
-        name = Prefix(self.namespace, ids).chain.prefix_hash(len(ids))
-        self.manifests.forget([(self.namespace, name, "k")])
+        node = TokenIndex().insert(Prefix(self.namespace, ids).prompt)
+        self.manifests.forget([(node.called(self.namespace), "k")])
         self.blocks.remove(ids)
 
     @rule(ids=ids)
