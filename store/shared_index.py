@@ -234,7 +234,7 @@ class _Walk:
 
     def _manifest_of(self, name: bytes, placed_by: bytes) -> Question:
         key = manifest_key(self._prefix, self._prompt.namespace, name)
-        return Question(self._digest(placed_by), ("HGETALL", key), {})
+        return Question(self._digest(placed_by), ("HGETALL", key), None)
 
     def _placed_by(self, end: int) -> bytes:
         """What the prompt's block that ends at a token is placed by."""
@@ -300,7 +300,8 @@ class _Walk:
             found = self._child(at, member, fields)
             if found is not None:
                 return found, stale
-            stale.append(member)
+            if fields is not None:  # else its server is away
+                stale.append(member)
         return None, stale
 
     def _manifests(self, at: int, members: Sequence[bytes]) -> list[Any]:
@@ -309,7 +310,7 @@ class _Walk:
             [self._manifest_of(m.prefix_hash, m.placed_by or self._placed_by(at)) for m in parsed]
         )
 
-    def _child(self, at: int, member: bytes, fields: dict[bytes, bytes]) -> Found | None:
+    def _child(self, at: int, member: bytes, fields: dict[bytes, bytes] | None) -> Found | None:
         """A member's block, if its manifest agrees with it."""
         parsed = parsed_member(member, at)
         found = self._parsed(parsed.prefix_hash, fields)
@@ -320,11 +321,13 @@ class _Walk:
         wanted = (parent, at, parsed.digests)
         return found if (block.parent_hash, block.first_token, block.digests) == wanted else None
 
-    def _found(self, end: int, fields: dict[bytes, bytes]) -> Found | None:
+    def _found(self, end: int, fields: dict[bytes, bytes] | None) -> Found | None:
         """The prompt's block that ends at a token, or the root's manifest."""
         return self._parsed(self._prompt.chain.prefix_hash(end), fields)
 
-    def _parsed(self, name: bytes, fields: dict[bytes, bytes]) -> Found | None:
+    def _parsed(self, name: bytes, fields: dict[bytes, bytes] | None) -> Found | None:
+        if fields is None:
+            return None
         key = manifest_key(self._prefix, self._prompt.namespace, name)
         parsed = parsed_manifest(key, self._prompt.namespace + name, fields, self._seal)
         return Found(*parsed) if parsed is not None else None

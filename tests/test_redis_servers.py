@@ -1,14 +1,20 @@
 """A store over several Redis servers: each has its share, and takes only that along."""
 
+import itertools
 from contextlib import closing
 
 import pytest
+from redis_server import servers_at
 from store_objects import Client, Prefix, span_range
 from waiting import until
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
-from tailreplay.store.objects import Kind
+from tailreplay.store.index import TokenIndex
+from tailreplay.store.manifest import Manifests
+from tailreplay.store.manifest_form import Entry
+from tailreplay.store.objects import Kind, Provenance
+from tailreplay.store.shared_index import SharedIndex
 
 pytestmark = pytest.mark.redis
 
@@ -97,3 +103,29 @@ def test_other_stores_find_what_a_dead_server_does_not_have(servers, settings):
         until(lambda: 0 < found() < 24)
         servers[0].start()
         until(lambda: found() == 24)
+
+
+def test_a_manifest_that_can_not_be_read_now_is_not_taken_for_stale(servers):
+    """The sets of children that tell of it are on other servers, and lost it for good."""
+    urls, entry = [server.url for server in servers], Entry("k", 100, Provenance.EXACT)
+    with closing(Manifests(servers_at(*urls), "t:", 60.0)) as manifests:
+        for prefix in PREFIXES:
+            for sibling in (prefix, Prefix(prefix.namespace, [*prefix.ids[:40], 5])):
+                tree, prompt = TokenIndex(), sibling.prompt
+                assert all(manifests.commit([(tree.block(prompt, tree.insert(prompt)), entry)]))
+
+    wanted = {prefix.chain.prefix_hash(256) for prefix in PREFIXES}
+
+    def found() -> int:
+        clock = itertools.count(1, 10).__next__  # no question is asked too soon after another
+        with closing(SharedIndex(servers_at(*urls), "t:", 1e9, clock)) as shared:
+            forks = [Prefix(p.namespace, [*p.ids[:50], 5]) for p in PREFIXES]
+            answers = [shared.beyond(fork.prompt, 0, 0) for fork in forks]
+            near = [beyond.last for beyond in answers if beyond is not None and beyond.last]
+            return sum(found.block.prefix_hash in wanted for found in near)
+
+    assert found() == 24
+    servers[0].kill()
+    assert found() < 24
+    servers[0].start()
+    assert found() == 24
