@@ -247,7 +247,9 @@ class HybridEngine:
         What did not come is put again, so nothing counts as stored after a failure.
         """
         if not plan.ranges:
-            return _Outcome(run.cold(keep=plan.matched_tokens), plan, stored, None)
+            is_off = prompt.policy.mode == "off"
+            done = run.plain() if is_off else run.cold(keep=plan.matched_tokens)
+            return _Outcome(done, plan, stored, None)
         load = self._load(plan, prompt)
         try:
             if load.ranges:

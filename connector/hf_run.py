@@ -5,6 +5,7 @@ Everything here runs on the caller's thread, while the load's own thread fills b
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from tailreplay.connector.hf_as_of import as_of
 from tailreplay.connector.plan import FetchPlan, prefill_cuts
+from tailreplay.replay.hidden_rows import HiddenRows
 from tailreplay.replay.linear_state import LinearState
+from tailreplay.replay.tail_error import DecayTrace
 from tailreplay.store.objects import PAGE_TOKENS, Kind
 
 if TYPE_CHECKING:
@@ -27,7 +30,6 @@ if TYPE_CHECKING:
     from tailreplay.connector.load import Load
     from tailreplay.connector.payload import PayloadCodec
     from tailreplay.connector.report import Report
-    from tailreplay.replay.tail_error import DecayTrace
 
     States = dict[int, LinearState]
 
@@ -40,7 +42,7 @@ class Prefilled:
         cache: after the whole prompt.
         logits: `[V]` after its last token.
         kv: keys and values `[H, n, d]` per FA layer.
-        hidden: rows `[n - hidden_from, D]` per source.
+        hidden: rows `[n - hidden_from, D]` per source; empty where nothing was to be kept.
         hidden_from: position of the first hidden row.
         states: exact states, by number of tokens seen.
         trace: decays and norms of states in what was prefilled.
@@ -84,7 +86,11 @@ class PromptRun:
 
     def cold(self, keep: int = 0) -> Prefilled:
         """Plain prefill of the whole prompt; the state after `keep` tokens is kept too."""
-        return self._prefill(self._model.new_cache(), 0, keep, keep_states=True)
+        return self._prefill(self._model.new_cache(), 0, keep)
+
+    def plain(self) -> Prefilled:
+        """As `cold`, but nothing is kept that only storing the prompt would ask for."""
+        return self._prefill(self._model.new_cache(), 0, None)
 
     def hit(self, plan: FetchPlan, load: Load | DeviceLoad) -> Prefilled:
         """Serves the prompt as planned.
@@ -108,9 +114,8 @@ class PromptRun:
                 kept[plan.used_tokens] = self._model.states(cache)
         elif plan.prefill_from:
             self._model.set_states(cache, states or self._zero_states())
-        done = self._prefill(
-            cache, plan.prefill_from, plan.matched_tokens, plan.exact, before_fa=wait_kv
-        )
+        keep = plan.matched_tokens if plan.exact else None
+        done = self._prefill(cache, plan.prefill_from, keep, before_fa=wait_kv)
         done.states |= kept
         done.approximate = approximate
         return done
@@ -247,29 +252,36 @@ class PromptRun:
         self,
         cache: DynamicCache,
         first: int,
-        keep: int,
-        keep_states: bool,
+        keep: int | None,
         before_fa: Callable[[int], None] = lambda _: None,
     ) -> Prefilled:
-        """Runs the model over [first, n), cut where checkpoints are kept."""
+        """Runs the model over [first, n), cut where checkpoints are kept.
+
+        Args:
+            cache: after the first `first` tokens.
+            first: where to begin.
+            keep: a further cut; None = nothing is noted that is only stored, and no state kept.
+            before_fa: as of `HybridModel.waiting`.
+        """
         model, total = self._model, len(self._tokens)
         cuts = prefill_cuts(first, total, self._chunk_tokens, keep)
+        hidden, trace = HiddenRows(), DecayTrace(model.linear_layers, first)
         states: dict[int, States] = {}
-        with (
-            self._report.phase("suffix"),
-            model.capture() as hidden,
-            model.trace(first) as trace,
-            model.waiting(before_fa),
-        ):
-            if first:
-                model.note_states(trace, first, cache)
+        with self._report.phase("suffix"), ExitStack() as watching:
+            watching.enter_context(model.waiting(before_fa))
+            if keep is not None:
+                hidden = watching.enter_context(model.capture())
+                trace = watching.enter_context(model.trace(first))
+                if first:
+                    model.note_states(trace, first, cache)
             for start, end in zip([first, *cuts], [*cuts, total], strict=True):
                 logits = model.forward(self._tokens[start:end], cache)
-                model.note_states(trace, end, cache)
-                if keep_states and end != total:
-                    states[end] = model.states(cache)
+                if keep is not None:
+                    model.note_states(trace, end, cache)
+                    if end != total:
+                        states[end] = model.states(cache)
         kv = [model.kv(cache, layer) for layer in model.fa_layers]
-        rows = [hidden.rows(source) for source in model.hidden_sources]
+        rows = [hidden.rows(source) for source in model.hidden_sources if keep is not None]
         return Prefilled(cache, logits, kv, rows, first, states, trace)
 
     def _zero_states(self) -> States:

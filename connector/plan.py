@@ -102,13 +102,15 @@ def plan_put(
                 yield Kind.HIDDEN, page, page_end
 
 
-def prefill_cuts(first: int, prompt_tokens: int, chunk_tokens: int, keep: int) -> list[int]:
+def prefill_cuts(first: int, prompt_tokens: int, chunk_tokens: int, keep: int | None) -> list[int]:
     """Where a prefill of [first, prompt_tokens) is cut; a checkpoint is kept at each cut.
 
     Cuts are the chunk grid, the last page boundary before the end, and `keep` (the hit boundary)
-    if it lies inside.
+    if it lies inside; the grid alone where nothing is kept (None).
     """
     grid = range((first // chunk_tokens + 1) * chunk_tokens, prompt_tokens, chunk_tokens)
+    if keep is None:
+        return list(grid)
     last_page = (prompt_tokens - 1) // PAGE_TOKENS * PAGE_TOKENS
     return sorted(cut for cut in {*grid, last_page, keep} if first < cut < prompt_tokens)
 

@@ -323,6 +323,29 @@ def test_off_asks_nobody(server, tenant):
         assert_right(out, SHORT)
 
 
+@pytest.mark.parametrize(
+    ("mode", "steps"), [("off", [320]), ("tail", [21]), ("exact", [44, 20, 1])]
+)
+def test_what_is_not_stored_is_not_noted_and_not_cut_for_it(server, tenant, mode, steps):
+    """An approximate answer is not stored either; an exact one has a state before its last page."""
+    model, ran, noted = tiny_qwen(), [], []
+    inner = model.model
+
+    def look(_module, _args, given):
+        ran.append(given["input_ids"].shape[1])
+        noted.append(any(layer.input_layernorm._forward_hooks for layer in inner.layers))
+
+    with replica(server.address, model, tenant=tenant) as engine:
+        ask(engine, SHORT)
+        tokens = fork(SHORT, 300, more=21)
+        hook = inner.register_forward_pre_hook(look, with_kwargs=True)
+        out = ask(engine, SHORT if mode == "off" else tokens, policy=policy(mode))
+        hook.remove()
+    assert out.report["used_tokens"] == (0 if mode == "off" else 300)
+    assert ran == steps
+    assert set(noted) == {mode == "exact"}
+
+
 def test_a_hit_decodes_the_same_tokens_as_a_prefill(engine):
     tokens = fork(LONG, 700, seed=9)
     cold = engine.generate(tokens, 12, policy=policy("off"))

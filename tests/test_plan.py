@@ -387,6 +387,7 @@ def test_a_prefill_is_cut_at_chunks_the_last_page_and_the_hit_boundary(first, n,
     assert (last_page in cuts) == (first < last_page)
     steps = [b - a for a, b in zip([first, *cuts], [*cuts, total], strict=True)]
     assert max(steps) <= chunk
+    assert prefill_cuts(first, total, chunk, None) == [cut for cut in cuts if cut % chunk == 0]
 
 
 def run(kind, first, end, provenance=EXACT, tier=pb.TIER_CPU):
