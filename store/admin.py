@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     import grpc
 
+    from tailreplay.store.administration import Administration
     from tailreplay.store.auth import Access
     from tailreplay.store.core import Store
 
@@ -29,101 +30,101 @@ def add_admin(server: grpc.Server, store: Store, access: Access) -> None:
         store: the store.
         access: says whose token a call has; only administrators' will do.
     """
-    rpc.add_AdminServicer_to_server(AdminService(store, access), server)
+    rpc.add_AdminServicer_to_server(AdminService(store.admin, access), server)
 
 
 class AdminService(rpc.AdminServicer):
     """Serves one store's operators; called from the server's worker threads.
 
     Args:
-        store: what to serve; its owner closes it.
+        admin: what to serve; its owner closes it.
         access: as in `add_admin`.
     """
 
-    def __init__(self, store: Store, access: Access) -> None:
-        self._store = store
+    def __init__(self, admin: Administration, access: Access) -> None:
+        self._admin = admin
         self._access = access
 
     def Pin(self, request: pb.PinRequest, context: grpc.ServicerContext) -> pb.PinInfo:
         """Keeps a prefix in the CPU tier."""
         with self._admitted(context):
-            return self._store.operators.pin(request)
+            return self._admin.operators.pin(request)
 
     def Unpin(self, request: pb.UnpinRequest, context: grpc.ServicerContext) -> pb.UnpinResponse:
         """Ends a pin."""
         with self._admitted(context):
-            return self._store.operators.unpin(request)
+            return self._admin.operators.unpin(request)
 
     def ListPins(
         self, request: pb.ListPinsRequest, context: grpc.ServicerContext
     ) -> pb.ListPinsResponse:
         """The pins there are."""
         with self._admitted(context):
-            return self._store.operators.list_pins()
+            return self._admin.operators.list_pins()
 
     def SetQuota(self, request: pb.SetQuotaRequest, context: grpc.ServicerContext) -> pb.TenantInfo:
         """Limits a tenant."""
         with self._admitted(context):
-            return self._store.operators.set_quota(request)
+            return self._admin.operators.set_quota(request)
 
     def DeleteQuota(
         self, request: pb.DeleteQuotaRequest, context: grpc.ServicerContext
     ) -> pb.TenantInfo:
         """Takes a tenant's limits away."""
         with self._admitted(context):
-            return self._store.operators.delete_quota(request)
+            return self._admin.operators.delete_quota(request)
 
     def ListTenants(
         self, request: pb.ListTenantsRequest, context: grpc.ServicerContext
     ) -> pb.ListTenantsResponse:
         """Use and limits."""
         with self._admitted(context):
-            return self._store.operators.list_tenants(request)
+            return self._admin.operators.list_tenants(request)
 
     def Clear(self, request: pb.ClearRequest, context: grpc.ServicerContext) -> pb.ClearResponse:
         """Forgets objects."""
         with self._admitted(context):
-            return self._store.forgetter.clear(request)
+            return self._admin.forgetter.clear(request)
 
     def Erase(self, request: pb.EraseRequest, context: grpc.ServicerContext) -> pb.EraseResponse:
         """Erases a tenant."""
         with self._admitted(context):
-            return self._store.forgetter.erase(request)
+            return self._admin.forgetter.erase(request)
 
     def Inspect(
         self, request: pb.InspectRequest, context: grpc.ServicerContext
     ) -> pb.InspectResponse:
         """Objects of a prefix."""
         with self._admitted(context):
-            return self._store.operators.inspect(request)
+            return self._admin.operators.inspect(request)
 
     def SetMode(
         self, request: pb.SetModeRequest, context: grpc.ServicerContext
     ) -> pb.SetModeResponse:
         """Sets a tenant's mode."""
         with self._admitted(context):
-            return self._store.operators.set_mode(request)
+            return self._admin.operators.set_mode(request)
 
     def AddPublic(
         self, request: pb.AddPublicRequest, context: grpc.ServicerContext
     ) -> pb.PublicPrefix:
         """Opens a prefix to all tenants."""
         with self._admitted(context):
-            return self._store.publisher.add(request)
+            return self._admin.publisher.add(request)
 
     def RemovePublic(
         self, request: pb.RemovePublicRequest, context: grpc.ServicerContext
     ) -> pb.RemovePublicResponse:
         """Closes one, and erases it."""
         with self._admitted(context):
-            return self._store.publisher.remove(request)
+            return self._admin.publisher.remove(request)
 
     def ListPublic(
         self, request: pb.ListPublicRequest, context: grpc.ServicerContext
     ) -> pb.ListPublicResponse:
         """Those that are open."""
         with self._admitted(context):
-            return self._store.publisher.all()
+            return self._admin.publisher.all()
 
     @contextmanager
     def _admitted(self, context: grpc.ServicerContext) -> Iterator[None]:

@@ -8,36 +8,29 @@ import threading
 import time
 from contextlib import closing
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import tokens as wire_tokens
+from tailreplay.store.administration import Administration
 from tailreplay.store.auth import ANYONE, Principal, Role
 from tailreplay.store.catalog import Catalog
 from tailreplay.store.chain import digest_key
 from tailreplay.store.client_names import ClientNames
 from tailreplay.store.config import INDEX_BLOCK_BYTES
-from tailreplay.store.eraser import Eraser
-from tailreplay.store.erasure_ledger import ErasureLedger
-from tailreplay.store.erasures import Erasures
+from tailreplay.store.description import description_of, stats_of
 from tailreplay.store.errors import InvalidRequest, StoreUnavailable
-from tailreplay.store.forgetter import Forgetter
 from tailreplay.store.lane_wire import LaneRecord, Pace, RecordKind
 from tailreplay.store.leases import Lease, Leases
-from tailreplay.store.ledger import Ledger
 from tailreplay.store.namespace import NAMESPACE_BYTES, tenant_digest
 from tailreplay.store.objects import Kind
-from tailreplay.store.operator_pins import OperatorPins
-from tailreplay.store.operators import Operators
 from tailreplay.store.pool import Pool, SharedMemory
 from tailreplay.store.prompt import Prompt
-from tailreplay.store.publisher import Publisher
 from tailreplay.store.reader import Frame, Reader
 from tailreplay.store.redis_settings import (
     bulk_tiers,
     redis_manifests,
     redis_shared_index,
-    redis_tables,
     redis_tier,
 )
 from tailreplay.store.sightings import Sightings
@@ -49,8 +42,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
     from tailreplay.store.config import StoreConfig
-    from tailreplay.store.eraser import Erased
-    from tailreplay.store.erasure_ledger import Erasure
     from tailreplay.store.record import Record
     from tailreplay.store.runs import Run
 
@@ -74,6 +65,10 @@ class Store:
     Raises:
         StoreUnavailable: another store runs with the same listen address.
         LimitExceeded: there is no room for a pool.
+
+    Attributes:
+        admin: what operators can do.
+        client_names: what clients call namespaces.
     """
 
     def __init__(
@@ -109,7 +104,7 @@ class Store:
             gate=UrgentGate(clock=clock),
         )
         self.catalog.attach(self.tiers)
-        self._client_names = ClientNames()
+        self.client_names = ClientNames()
         self._reader = Reader(
             self.catalog,
             self.tiers,
@@ -125,36 +120,14 @@ class Store:
             max_object_bytes=config.max_object_bytes,
             sightings=Sightings(_SIGHTINGS) if config.admit == "second" else None,
         )
-        self._tables = redis_tables(config)
-        ledger = Ledger(self._tables) if self._tables is not None else None
-        eraser = Eraser(self.catalog, self.tiers, ledger)
-        self.operators = Operators(
+        self.admin = Administration(
+            config,
             self.catalog,
             self.tiers,
-            ledger,
-            OperatorPins(
-                self.catalog,
-                self.tiers,
-                most_bytes=int(self.tiers.pool_bytes * config.pinned_share),
-                timeout_s=config.tier_timeout_s,
-                clock=clock,
-            ),
-            digest_key=self._digest_key,
+            self.client_names,
+            store_id=self.boot_id.to_bytes(8, "little"),
             clock=clock,
         )
-        self.erasures = Erasures(self._erasure_ledger(), eraser, self._erase_here)
-        self.forgetter = Forgetter(
-            self.catalog.quotas, self.operators, ledger, eraser, self.erasures
-        )
-        self.publisher = Publisher(
-            self.catalog,
-            self.erasures,
-            ledger,
-            self._client_names,
-            has_tenants=config.token_file is not None,
-            clock=clock,
-        )
-        self._eraser = eraser
         self._closing = threading.Event()
         self._background = [
             threading.Thread(target=self._tick, name="store-tick", daemon=True),
@@ -163,7 +136,7 @@ class Store:
         ]
         self._restored = self._restore()
         if self._restored:
-            self._join()
+            self.admin.join()
         for thread in self._background:
             thread.start()
 
@@ -180,7 +153,7 @@ class Store:
         found = self.catalog.match(prompt, self._shared, opened)
         if found.matched_tokens:
             for space in (namespace, *([opened.namespace] if opened is not None else [])):
-                self._client_names.note(space, request.namespace)
+                self.client_names.note(space, request.namespace)
         return pb.MatchResponse(
             matched_tokens=found.matched_tokens,
             leaf=found.leaf,
@@ -286,84 +259,16 @@ class Store:
         named = caller.role is not Role.ANYONE  # then its token says whose they are
         tenant = tenant_digest(caller.tenant) if named else begin.tenant
         self.catalog.quotas.own(namespace, tenant)
-        self._client_names.note(namespace, begin.namespace)
+        self.client_names.note(namespace, begin.namespace)
         return namespace
 
     def stats(self) -> pb.StatsResponse:
         """Counters and sizes, as of now."""
-        figures = self.catalog.figures()
-        redis = self.tiers.redis_status()
-        fields = set(pb.StatsResponse.DESCRIPTOR.fields_by_name)
-        known: dict[str, Any] = {k: value for k, value in figures.items() if k in fields}
-        known["integrity_errors"] = figures.get("integrity_errors", 0) + int(
-            redis.get("integrity_errors", 0)
-        )
-        tiers = {"cpu": pb.TIER_CPU, "redis": pb.TIER_REDIS}
-        return pb.StatsResponse(
-            **known,
-            tiers=[
-                pb.TierBytes(tier=tiers[tier], kind=pb.Kind.ValueType(kind), objects=n, bytes=size)
-                for (tier, kind), (n, size) in sorted(self.catalog.tier_figures().items())
-            ],
-            pool_bytes=self.tiers.pool_bytes,
-            pool_used_bytes=self.tiers.used_bytes,
-            pinned_bytes=self.tiers.pinned_bytes,
-            leases=len(self.leases),
-            redis_healthy=bool(redis.get("healthy", False)),
-            shared_memory=bool(self.tiers.shm_path),
-        )
+        return stats_of(self)
 
-    def describe(self, version: str, caller: Principal = ANYONE) -> pb.DescribeResponse:
-        """What this store is, and every setting in force; secrets are left out.
-
-        Tenants see no settings, and of the namespaces their own alone, as they call them.
-        """
-        settings = self.config.in_words()
-        settings["effective_pool_bytes"] = str(self.tiers.pool_bytes)
-        settings["effective_digests"] = (
-            "keyed" if self.config.digest_key_file else "unkeyed: no digest_key_file"
-        )
-        settings["effective_shared_memory"] = self.tiers.shm_path or "off: engines get copies"
-        if caller.role not in (Role.ANYONE, Role.ADMIN):
-            settings.clear()
-        spaces, pooled = [], self.catalog.pooled()
-        for namespace, (blocks, tokens, geometry) in self.catalog.namespaces().items():
-            sent = self._client_names.sent(namespace)
-            if not self._may_see(namespace, sent, caller):
-                continue
-            per_row = {kind: g.payload_bytes(1) for kind, g in geometry.items()}
-            spaces.append(
-                pb.NamespaceInfo(
-                    namespace=sent if caller.role is Role.TENANT else namespace,
-                    sent_namespace=sent,
-                    is_public=self._is_public(namespace, sent),
-                    blocks=blocks,
-                    tokens=tokens,
-                    kv_bytes_per_token=per_row.get(Kind.KV, 0),
-                    hidden_bytes_per_token=per_row.get(Kind.HIDDEN, 0),
-                    checkpoint_bytes=per_row.get(Kind.CHECKPOINT, 0),
-                    capacity_tokens=_capacity(
-                        self.tiers.pool_bytes, *pooled.get(namespace, (0, 0))
-                    ),
-                )
-            )
-        return pb.DescribeResponse(
-            version=version,
-            boot_id=self.boot_id,
-            started_at_s=self.started_at_s,
-            settings=settings,
-            namespaces=spaces,
-        )
-
-    def _may_see(self, namespace: bytes, sent: bytes, caller: Principal) -> bool:
-        if caller.role in (Role.ANYONE, Role.ADMIN):
-            return True
-        return caller.role is Role.TENANT and caller.scoped(sent) == namespace
-
-    def _is_public(self, namespace: bytes, sent: bytes) -> bool:
-        if self.catalog.public.has_any(namespace):
-            return True
-        return Principal(Role.ADMIN).scoped(sent) == namespace
+    def describe(self, caller: Principal = ANYONE) -> pb.DescribeResponse:
+        """What this store is, as far as a caller may know."""
+        return description_of(self, caller)
 
     def redis_in_words(self) -> str:
         """Whether there is a Redis, for the log."""
@@ -386,36 +291,12 @@ class Store:
         for thread in self._background:
             if thread.is_alive():
                 thread.join()
-        if self.tiers.redis_status().get("healthy"):
-            self.erasures.leave()
+        self.admin.close(has_redis=bool(self.tiers.redis_status().get("healthy")))
         self.tiers.close()
         if self.manifests is not None:
             self.manifests.close()
-        if self._tables is not None:
-            self._tables.close()
         if self._shared is not None:
             self._shared.close()
-
-    def _erasure_ledger(self) -> ErasureLedger | None:
-        if self._tables is None:
-            return None
-        return ErasureLedger(self._tables, self.boot_id.to_bytes(8, "little"))
-
-    def _erase_here(self, erasure: Erasure) -> Erased:
-        """Takes out what this store has of what is to be erased everywhere."""
-        if not erasure.block:
-            return self.forgetter.erase_here(erasure)
-        self.publisher.refresh()  # or what is closed would be spared as open
-        (namespace,) = erasure.namespaces
-        return self._eraser.drop_prefix(namespace, erasure.block)
-
-    def _join(self) -> None:
-        """Takes over what holds for all stores, before the first request."""
-        try:
-            self.publisher.refresh()
-            self.erasures.join()
-        except StoreUnavailable as error:
-            logger.debug("what holds for all stores is not known yet: %s", error)
 
     def _restore(self) -> bool:
         """Lists what Redis has; says whether that was everything."""
@@ -451,13 +332,11 @@ class Store:
         """Does what is to be done again and again, and may wait for Redis."""
         forget_at_s = self._clock() + _FORGET_EVERY_S
         while not self._closing.wait(_KEEP_UP_EVERY_S):
-            self.erasures.tick()
-            self.operators.tick()
-            self.publisher.tick()
+            self.admin.tick()
             self._renew_used()
             if self._clock() >= forget_at_s:
                 self._forget_expired()
-                self._client_names.keep_only(self.catalog.spaces())
+                self.client_names.keep_only(self.catalog.spaces())
                 forget_at_s = self._clock() + _FORGET_EVERY_S
             if not self._restored and self.tiers.redis_status().get("healthy"):
                 self._restored = self._restore()
@@ -500,8 +379,3 @@ def _checkpoint(record: Record) -> pb.Checkpoint:
         size_bytes=record.size,
         prefix_hash=record.name.prefix_hash,
     )
-
-
-def _capacity(pool_bytes: int, tokens: int, taken_bytes: int) -> int:
-    """Tokens that a pool holds if so many take so many bytes."""
-    return pool_bytes * tokens // taken_bytes if taken_bytes else 0

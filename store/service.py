@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from contextlib import contextmanager
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, cast
 
 from google.protobuf.message import DecodeError
@@ -120,7 +119,7 @@ class StoreService(rpc.StoreServicer):
     ) -> pb.DescribeResponse:
         """Identity, settings and namespaces, as far as the caller may see them."""
         with self._statuses(context):
-            return self._store.describe(version("tailreplay"), self._caller(context))
+            return self._store.describe(self._caller(context))
 
     def _caller(self, context: grpc.ServicerContext) -> Principal:
         return self._access.principal(context.invocation_metadata())

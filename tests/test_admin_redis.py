@@ -63,7 +63,7 @@ def test_use_limits_and_modes_are_true_after_a_restart(running):
         settle(client)
         before = info(client, ACME)
         assert before.redis_bytes == before.cpu_bytes > 0
-        until(lambda: len(store.store.operators.written_owners()) == 3)
+        until(lambda: len(store.store.admin.operators.written_owners()) == 3)
     with serve_in_thread(redis_url=server.url) as store, closing(Client(store.address)) as client:
         until(lambda: info(client, ACME).HasField("redis_limit_bytes"))
         after = info(client, ACME)
@@ -108,7 +108,7 @@ def test_erasing_a_tenant_leaves_no_key_and_a_scan_of_ones_own_agrees(running):
         for prefix in (mine, twin, other):
             assert client.put(prefix).stored == 21
         settle(client)
-        until(lambda: len(store.store.operators.written_owners()) == 3)
+        until(lambda: len(store.store.admin.operators.written_owners()) == 3)
         keys = [key for key in raw.keys("*") if mine.namespace in key or b"|" in key]
         assert keys
         answer = client.admin.Erase(pb.EraseRequest(tenant=ACME), timeout=20)
@@ -141,7 +141,7 @@ def test_what_another_store_has_written_is_erased_too(running):
         prefix = prefix_of(ACME)
         writer.put(prefix)
         settle(writer)
-        until(lambda: first.store.operators.written_owners())
+        until(lambda: first.store.admin.operators.written_owners())
         answer = client.admin.Erase(pb.EraseRequest(tenant=ACME), timeout=20)
         assert (answer.namespaces, answer.redis_keys_left) == (1, 0)
         assert answer.redis_keys_deleted > 21
@@ -156,7 +156,7 @@ def test_whose_a_namespace_is_may_be_said_after_another_store_has_read_of_it(run
     with serve_in_thread(redis_url=server.url) as store, closing(Client(store.address)) as writer:
         writer.put(prefix)
         settle(writer)
-        until(lambda: store.store.operators.written_owners())
+        until(lambda: store.store.admin.operators.written_owners())
     raw.delete(*raw.keys("tailreplay:a:owners:*"))  # as before it was written
     with (
         serve_in_thread(redis_url=server.url) as store,
@@ -183,7 +183,7 @@ def test_without_redis_there_is_no_proof_and_the_pool_is_cleared(running):
         prefix = prefix_of(ACME)
         client.put(prefix)
         settle(client)
-        until(lambda: store.store.operators.written_owners())
+        until(lambda: store.store.admin.operators.written_owners())
         server.kill()
         with pytest.raises(grpc.RpcError) as caught:
             client.admin.Clear(pb.ClearRequest(tenant=ACME), timeout=20)

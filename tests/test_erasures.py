@@ -89,13 +89,13 @@ def test_what_is_stored_after_an_erasure_is_the_tenants_again(stores, redis_serv
     writer.put(prefix)
     until(lambda: not writer.stats().redis_pending_bytes)
     # A second erasure knows of it, and so does one after a restart that has forgotten nothing.
-    until(lambda: prefix.namespace in first.store.operators.written_owners())
+    until(lambda: prefix.namespace in first.store.admin.operators.written_owners())
     with (
         serve_in_thread(redis_url=redis_server.url) as third,
         closing(Client(third.address)) as reader,
     ):
         assert reader.fetch(prefix, span_range(KV, 0, 1000)).ended == [0]
-        third.store.erasures.tick()  # the erasure before was none of its own
+        third.store.admin.erasures.tick()  # the erasure before was none of its own
         assert reader.match(prefix).matched_tokens == 1000
         answer = erase(operator)
         assert (answer.stores, answer.silent_stores, answer.namespaces) == (2, 0, 1)
@@ -116,7 +116,7 @@ def test_a_store_that_does_not_know_whose_it_has_read_is_told(stores, redis_serv
         until(lambda: not writer.stats().redis_pending_bytes)
         until(lambda: reader.fetch(prefix, span_range(KV, 0, 1000)).ended == [0])
         with closing(redis.Redis.from_url(redis_server.url)) as raw:
-            first.store.operators.disown([])
+            first.store.admin.operators.disown([])
             raw.delete(*raw.keys("tailreplay:a:owners:*") or ["none"])
             third.store.catalog.quotas.disown([prefix.namespace])
             answer = erase(operator)

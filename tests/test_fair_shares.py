@@ -104,10 +104,10 @@ def test_recycled_memory_shows_nothing_of_whoever_had_it_before(tmp_path, lanes)
             if store.stats().evicted_bytes:
                 break
         space = server._access.bearer("token-acme").scoped(PREFIX.namespace)
-        for tenant in store.operators.list_tenants(pb.ListTenantsRequest()).tenants:
-            store.operators.clear(pb.ClearRequest(tenant=tenant.tenant))
+        for tenant in store.admin.operators.list_tenants(pb.ListTenantsRequest()).tenants:
+            store.admin.forgetter.clear(pb.ClearRequest(tenant=tenant.tenant))
         assert store.stats().pool_used_bytes == 0
-        assert space not in {n.namespace for n in store.describe("").namespaces if n.blocks}
+        assert space not in {n.namespace for n in store.describe().namespaces if n.blocks}
         # Objects that break off, or say that they are longer than what was sent, are never there.
         half = put_frames(PREFIX, [(Kind.KV, 0, 256)], chunk_bytes=1000)
         with pytest.raises(grpc.RpcError):

@@ -399,7 +399,7 @@ def test_no_token_is_said_aloud(tmp_path, caplog):
                     except TailReplayError as error:
                         said.append(str(error))
                 said.append(repr(client))
-        said.append(str(server.store.describe("").settings))
+        said.append(str(server.store.describe().settings))
         said.append(str(server.store.config))
         write_tokens(file, acme={"tenant": "other"})
         with (

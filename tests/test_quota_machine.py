@@ -44,11 +44,11 @@ class Machine(RuleBasedStateMachine):
 
     @initialize()
     def empty(self) -> None:
-        for pin in self.store.operators.pins.all():
-            self.store.operators.pins.unpin(pin.pin_id)
+        for pin in self.store.admin.operators.pins.all():
+            self.store.admin.operators.pins.unpin(pin.pin_id)
         for tenant in TENANTS:
-            self.store.operators.delete_quota(pb.DeleteQuotaRequest(tenant=tenant))
-            self.store.forgetter.erase(pb.EraseRequest(tenant=tenant))
+            self.store.admin.operators.delete_quota(pb.DeleteQuotaRequest(tenant=tenant))
+            self.store.admin.forgetter.erase(pb.EraseRequest(tenant=tenant))
 
     @rule(number=numbers, tenant=tenants)
     def put(self, number: int, tenant: bytes) -> None:
@@ -63,11 +63,13 @@ class Machine(RuleBasedStateMachine):
 
     @rule(tenant=tenants, blocks=st.integers(0, 12))
     def limit(self, tenant: bytes, blocks: int) -> None:
-        self.store.operators.set_quota(pb.SetQuotaRequest(tenant=tenant, cpu_bytes=blocks * BLOCK))
+        self.store.admin.operators.set_quota(
+            pb.SetQuotaRequest(tenant=tenant, cpu_bytes=blocks * BLOCK)
+        )
 
     @rule(tenant=tenants)
     def lift(self, tenant: bytes) -> None:
-        self.store.operators.delete_quota(pb.DeleteQuotaRequest(tenant=tenant))
+        self.store.admin.operators.delete_quota(pb.DeleteQuotaRequest(tenant=tenant))
 
     @rule(target=pins, number=numbers, tenant=tenants, blocks=st.integers(1, 4))
     def pin(self, number: int, tenant: bytes, blocks: int) -> bytes:
@@ -82,13 +84,13 @@ class Machine(RuleBasedStateMachine):
             pb.MatchRequest(namespace=prefix.namespace, tokens=request.tokens)
         ).matched_tokens:
             return b""
-        info = self.store.operators.pin(request)
+        info = self.store.admin.operators.pin(request)
         assert info.bytes <= blocks * BLOCK
         return info.pin_id
 
     @rule(pin=pins)
     def unpin(self, pin: bytes) -> None:
-        self.store.operators.unpin(pb.UnpinRequest(pin_id=pin))
+        self.store.admin.operators.unpin(pb.UnpinRequest(pin_id=pin))
 
     @rule(size=st.integers(1, 4 * MIB))
     def evict(self, size: int) -> None:
@@ -98,7 +100,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(tenant=tenants)
     def erase(self, tenant: bytes) -> None:
-        answer = self.store.forgetter.erase(pb.EraseRequest(tenant=tenant))
+        answer = self.store.admin.forgetter.erase(pb.EraseRequest(tenant=tenant))
         assert (answer.cpu_objects_left, answer.held_objects) == (0, 0)
         assert not [name for name in self.in_cpu() if name.namespace[16:] == tenant]
 
@@ -130,7 +132,7 @@ class Machine(RuleBasedStateMachine):
         return {r.name: r.size for r in self.store.catalog.select(lambda r: r.in_cpu)}
 
     def pinned(self):
-        pins = self.store.operators.pins.all()
+        pins = self.store.admin.operators.pins.all()
         return {r.name for pin in pins for r in pin.records if r.is_listed and r.in_cpu}
 
     def limit_of(self, tenant: bytes) -> int | None:

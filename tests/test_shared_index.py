@@ -282,13 +282,13 @@ def test_a_key_file_keys_the_digests_and_describe_says_so(server, raw, space, tm
         closing(Client(keyed.address)) as client,
     ):
         put(client, prefix, KV)
-        assert keyed.store.describe("").settings["effective_digests"] == "keyed"
+        assert keyed.store.describe().settings["effective_digests"] == "keyed"
         assert client.match(Prefix(space, branch(BASE, 777))).matched_tokens == 777
     (member,) = raw.zrange(children_key(key(prefix, 0)), 0, -1)
     secret = digest_key(space, key_file.read_bytes())
     assert member[:-64] == running_digests(secret, prefix.tokens[:256])
     with serve_in_thread(**settings) as unkeyed, closing(Client(unkeyed.address)) as client:
-        assert unkeyed.store.describe("").settings["effective_digests"].startswith("unkeyed")
+        assert unkeyed.store.describe().settings["effective_digests"].startswith("unkeyed")
         assert client.match(Prefix(space, branch(BASE, 777))).matched_tokens == 768
 
 

@@ -47,7 +47,7 @@ def test_as_many_tokens_fit_as_describe_says(small_store, kinds):
         assert store.put(put_frames(prefixes[-1], spans), lambda: None).dropped == 0
 
     put()
-    (described,) = (n for n in store.describe("").namespaces if n.namespace == space)
+    (described,) = (n for n in store.describe().namespaces if n.namespace == space)
     while store.stats().evicted_bytes == evicted_bytes:
         put()
     fits = kv_tokens(store, prefixes)
