@@ -23,6 +23,7 @@
 #include <time.h>
 
 enum { UNLOCKED_BYTES = 128 << 10, PIECE_BYTES = 256 << 10, MAX_PIECES = 64, WORD = 8 };
+enum { WOKEN_BYTES = 512 << 10 };
 
 static const uint32_t POLYNOMIAL = 0x82F63B78; /* reversed */
 
@@ -291,6 +292,19 @@ static uint32_t take(struct rows *rows, size_t got, uint32_t crc)
     return crc;
 }
 
+/* Waits for the next bytes, and sleeps until many have come: each waking costs both ends. What has
+ * come after the timeout counts all the same; returns 0, or errno. */
+static int await(int fd, const struct rows *rows, int timeout_ms)
+{
+    size_t left = (rows->units - rows->unit) * rows->unit_bytes - rows->at;
+    int many = left < WOKEN_BYTES ? (int)left : WOKEN_BYTES, one = 1;
+    struct pollfd wait = {.fd = fd, .events = POLLIN};
+    setsockopt(fd, SOL_SOCKET, SO_RCVLOWAT, &many, sizeof many);
+    int ready = poll(&wait, 1, timeout_ms), failed = ready < 0 ? errno : 0;
+    setsockopt(fd, SOL_SOCKET, SO_RCVLOWAT, &one, sizeof one);
+    return ready ? failed : poll(&wait, 1, 0) ? 0 : ETIMEDOUT;
+}
+
 /* Fills rows; returns 0, or errno, with 0 in `open` at the end of the stream. */
 static int receive(int fd, struct rows *rows, int timeout_ms, uint32_t *crc, int *open)
 {
@@ -309,10 +323,9 @@ static int receive(int fd, struct rows *rows, int timeout_ms, uint32_t *crc, int
         }
         if (errno != EAGAIN && errno != EWOULDBLOCK)
             return errno;
-        struct pollfd wait = {.fd = fd, .events = POLLIN};
-        int ready = poll(&wait, 1, timeout_ms);
-        if (ready <= 0)
-            return ready ? errno : ETIMEDOUT;
+        int failed = await(fd, rows, timeout_ms);
+        if (failed)
+            return failed;
     }
     return 0;
 }

@@ -47,6 +47,7 @@ from tailreplay.store.lane_wire import (
     Request,
     hang_up,
     has_hung_up,
+    prepare,
     receive,
     send,
 )
@@ -257,7 +258,7 @@ class Lane:
         if isinstance(sock, ssl.SSLSocket):
             sock.do_handshake()
         if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            prepare(sock)
         hello = receive(sock, HELLO.size, Pace(stall_s))
         magic, version, _, ticket = HELLO.unpack(hello)
         if (magic, version) != (MAGIC, VERSION):

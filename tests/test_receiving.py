@@ -11,7 +11,7 @@ import pytest
 from tailreplay.store import receiving
 from tailreplay.store.checksum import crc32c
 from tailreplay.store.errors import StoreUnavailable
-from tailreplay.store.lane_wire import hang_up
+from tailreplay.store.lane_wire import hang_up, prepare
 
 DATA = np.random.default_rng(8).integers(0, 256, 3 << 20, np.uint8)
 
@@ -114,6 +114,23 @@ def test_a_writer_that_rests_is_given_up(receive_rows, ends):
         receive_rows(reader, np.zeros((2, 50, 100), np.uint8), bytearray(80))
 
 
+def test_what_came_before_the_timeout_counts_however_little(ends):
+    if receiving._compiled is None:
+        pytest.skip("the compiled part was not built")
+    reader, writer = ends
+    reader.settimeout(1)
+    # It waits for all that is left to wake up once, and is late for that.
+    steps = [threading.Timer(0.5, writer.sendall, [DATA[:6000]])]
+    steps.append(threading.Timer(1.5, writer.sendall, [DATA[6000:10_000]]))
+    for step in steps:
+        step.start()
+    rows = np.zeros((2, 50, 100), np.uint8)
+    crc, _ = receiving.receive_rows(reader, rows, bytearray(80))
+    assert crc == crc32c(DATA[:10_000].data)
+    for step in steps:
+        step.join()
+
+
 def test_another_thread_ends_it(receive_rows, ends):
     reader, writer = ends
     writer.sendall(DATA[:5000])
@@ -185,3 +202,16 @@ def test_a_socket_that_is_closed_is_an_error_of_its_own(receive_rows, ends):
     reader.close()
     with pytest.raises(OSError, match="descriptor"):
         receive_rows(reader, np.zeros((1, 1, 1), np.uint8), bytearray(80))
+
+
+@pytest.mark.parametrize(("source", "bounded"), [("127.0.0.1", True), ("127.0.0.2", False)])
+def test_what_is_under_way_is_bounded_within_one_machine_alone(source, bounded):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        writer = socket.create_connection(listener.getsockname(), source_address=(source, 0))
+        with writer:
+            before = writer.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+            prepare(writer)
+            after = writer.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+            assert (after != before) == bounded
+            assert after <= max(before, 1 << 20)
+            assert writer.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
