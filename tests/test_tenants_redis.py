@@ -1,6 +1,6 @@
 """Tenants stay apart in Redis, over restarts, and between stores that share it."""
 
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import lane_objects
 import pytest
@@ -13,7 +13,14 @@ from waiting import until
 from tailreplay.connector.client import StoreClient
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
+from tailreplay.store.ledger import Ledger
+from tailreplay.store.manifest_seal import MARKS, Encrypted
 from tailreplay.store.objects import Kind
+from tailreplay.store.public_prefixes import PublicPrefix
+from tailreplay.store.redis_endpoint import RedisEndpoint
+from tailreplay.store.redis_servers import RedisServers
+from tailreplay.store.redis_tables import RedisTables
+from tailreplay.store.sealing import SealingKeys
 from tailreplay.store.tokens import to_wire
 
 pytestmark = pytest.mark.redis
@@ -128,3 +135,44 @@ def keys_named(redis_server, names):
             for key in values.scan_iter(count=1000)
             if any(name in key or name.hex().encode() in key for name in names)
         ]
+
+
+def prefix_named(fill: bytes, blocks: int = 3) -> PublicPrefix:
+    return PublicPrefix(b"s" * 32, tuple(bytes([at]) + fill * 31 for at in range(blocks)), 1.5)
+
+
+@pytest.mark.parametrize("seal", [MARKS, Encrypted(SealingKeys([b"k" * 32]))], ids=["plain", "aes"])
+def test_a_public_prefix_that_is_damaged_in_redis_is_not_public(redis_server, seal):
+    servers = RedisServers([RedisEndpoint.parse(redis_server.url)], timeout_s=5)
+    with (
+        closing(Ledger(RedisTables(servers, "t:", seal))) as ledger,
+        redis.Redis.from_url(redis_server.url) as raw,
+    ):
+        one, other, third = (prefix_named(fill) for fill in (b"a", b"b", b"c"))
+        for prefix in (one, other, third):
+            ledger.publish(prefix)
+        assert ledger.published({}) == {p.prefix_hash: p for p in (one, other, third)}
+        # Blocks of another, blocks that are gone, and the entry of another: none of them counts.
+        keys = [b"t:a:public:" + prefix.prefix_hash for prefix in (one, other, third)]
+        raw.set(keys[0], raw.get(keys[1]))
+        assert set(ledger.published({})) == {other.prefix_hash, third.prefix_hash}
+        raw.delete(keys[1])
+        assert set(ledger.published({})) == {third.prefix_hash}
+        raw.hset("t:a:public", third.prefix_hash, raw.hget("t:a:public", one.prefix_hash))
+        assert ledger.published({}) == {}
+        ledger.unpublish(third.prefix_hash)
+        assert not raw.exists(keys[2])
+
+
+def test_what_is_flushed_from_redis_is_public_no_more(world, redis_server, tmp_path):
+    with world() as (store, clients):
+        lane_objects.put(clients["root"], SYSTEM)
+        with operating(store, tmp_path) as admin:
+            request = pb.AddPublicRequest(namespace=SPACE, tokens=to_wire(SYSTEM.tokens))
+            admin.AddPublic(request, timeout=WAIT_S)
+            assert matched(clients["acme"], SYSTEM) == 512
+            with redis.Redis.from_url(redis_server.url) as raw:
+                raw.flushall()
+            until(lambda: matched(clients["acme"], SYSTEM) == 0)
+            admin.AddPublic(request, timeout=WAIT_S)
+            assert matched(clients["acme"], SYSTEM) == 512
