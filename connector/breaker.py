@@ -20,6 +20,7 @@ class Breaker:
         clock: seconds that only grow; stepped by tests.
         max_failures: failures in a row that open it.
         open_s: how long it stays open before it lets one call try.
+        on_open: called when it opens; waits for nothing.
     """
 
     def __init__(
@@ -29,11 +30,13 @@ class Breaker:
         *,
         max_failures: int = 3,
         open_s: float = 2.0,
+        on_open: Callable[[], None] = lambda: None,
     ) -> None:
         self._name = name
         self._clock = clock
         self._max_failures = max_failures
         self._open_s = open_s
+        self._on_open = on_open
         # Guarded by _lock: failures in a row, and when the next call may try while open.
         self._lock = threading.Lock()
         self._failures = 0
@@ -71,3 +74,4 @@ class Breaker:
                 self._max_failures,
                 self._open_s,
             )
+            self._on_open()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 import time
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
@@ -18,6 +19,7 @@ from tailreplay.proto import store_pb2_grpc as rpc
 from tailreplay.store.address import checked_address
 from tailreplay.store.credentials import NO_CREDENTIALS, Credentials
 from tailreplay.store.errors import StoreUnavailable, TailReplayError, from_rpc_error
+from tailreplay.store.tls_probe import tls_fault
 from tailreplay.store.tokens import to_wire
 
 if TYPE_CHECKING:
@@ -122,9 +124,10 @@ class StoreClient:
         self.address = checked_address(address)
         self._match_timeout_s = match_timeout_s
         self._call_timeout_s = call_timeout_s
-        self._breaker = Breaker(f"store at {address}", clock)
+        self._breaker = Breaker(f"store at {address}", clock, on_open=self._look_at_tls)
         # Of its own, or a store that answers lookups but whose streams stall would stall them all.
         self._stream_breaker = Breaker(f"streams of the store at {address}", clock)
+        self._credentials = credentials
         self._channel = credentials.channel(
             address,
             [
@@ -265,6 +268,16 @@ class StoreClient:
         """
         request = pb.DescribeRequest()
         return self._call(lambda: self._stub.Describe(request, timeout=self._call_timeout_s))
+
+    def _look_at_tls(self) -> None:
+        """Says in the log if it is TLS that does not let them come together."""
+
+        def look() -> None:
+            if fault := tls_fault(self.address, self._credentials, flag=""):
+                logger.warning("%s", fault)
+
+        if not self.address.startswith("unix:"):
+            threading.Thread(target=look, name="tls-look", daemon=True).start()
 
     def close(self) -> None:
         """Ends every call and the connection."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _WAIT_S = 2.0
 
 
-def tls_fault(address: str, credentials: Credentials) -> str:
+def tls_fault(address: str, credentials: Credentials, flag: str = "--") -> str:
     """Why a connection of theirs can not come about, and what to change.
 
     Asks the store by a connection of its own; to be called when a call has failed.
@@ -22,6 +22,7 @@ def tls_fault(address: str, credentials: Credentials) -> str:
     Args:
         address: host:port of a store.
         credentials: what the client has.
+        flag: in front of the names of its parts, as the client gives them.
 
     Returns:
         A sentence; empty if it is not TLS, or not over TCP.
@@ -30,13 +31,13 @@ def tls_fault(address: str, credentials: Credentials) -> str:
         return ""
     try:
         if credentials.ca is None:
-            return _clear_to(address)
-        return _secured_to(address, credentials)
+            return _clear_to(address, flag)
+        return _secured_to(address, credentials, flag)
     except (OSError, ValueError):  # nobody listens, or a file can not be used: others say that
         return ""
 
 
-def _clear_to(address: str) -> str:
+def _clear_to(address: str, flag: str) -> str:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -47,11 +48,12 @@ def _clear_to(address: str) -> str:
             if "CERT" not in str(error.reason).upper():
                 return ""
     return (
-        f"store at {address} speaks TLS, and you do not: wanted --ca with the CA of its certificate"
+        f"store at {address} speaks TLS, and you do not: wanted {flag}ca with the CA of its "
+        "certificate"
     )
 
 
-def _secured_to(address: str, credentials: Credentials) -> str:
+def _secured_to(address: str, credentials: Credentials, flag: str) -> str:
     context = credentials.context()
     if context is None:
         return ""
@@ -61,7 +63,7 @@ def _secured_to(address: str, credentials: Credentials) -> str:
         secured = context.wrap_socket(plain, server_hostname=host_of(address))
     except ssl.SSLCertVerificationError as error:
         return (
-            f"store at {address} shows a certificate that --ca {credentials.ca} does not vouch "
+            f"store at {address} shows a certificate that {flag}ca {credentials.ca} does not vouch "
             f"for ({error.verify_message}): wanted the CA that has signed it, and an address that "
             "is in it"
         )
@@ -69,13 +71,13 @@ def _secured_to(address: str, credentials: Credentials) -> str:
         return ""
     except (ssl.SSLError, ConnectionError):
         return (
-            f"store at {address} speaks no TLS: wanted no --ca, or a store with tls_cert and "
+            f"store at {address} speaks no TLS: wanted no {flag}ca, or a store with tls_cert and "
             "tls_key"
         )
     finally:
         plain.close()
     with secured:
-        return "" if _is_welcome(secured) else _unwelcome(address, credentials)
+        return "" if _is_welcome(secured) else _unwelcome(address, credentials, flag)
 
 
 def _is_welcome(secured: ssl.SSLSocket) -> bool:
@@ -88,14 +90,14 @@ def _is_welcome(secured: ssl.SSLSocket) -> bool:
         return False
 
 
-def _unwelcome(address: str, credentials: Credentials) -> str:
+def _unwelcome(address: str, credentials: Credentials, flag: str) -> str:
     if credentials.cert is None:
         return (
-            f"store at {address} asks clients for a certificate (its tls_client_ca): wanted --cert "
-            "and --key"
+            f"store at {address} asks clients for a certificate (its tls_client_ca): wanted "
+            f"{flag}cert and {flag}key"
         )
     return (
-        f"store at {address} does not take --cert {credentials.cert}: wanted one that its "
+        f"store at {address} does not take {flag}cert {credentials.cert}: wanted one that its "
         "tls_client_ca has signed"
     )
 

@@ -5,9 +5,13 @@ import pytest
 from certificates import Authority
 from tokens_file import TENANTS, bearer, write_tokens
 from typer.testing import CliRunner
+from waiting import until
 
+from tailreplay.connector.client import StoreClient
 from tailreplay.store import serve_in_thread
 from tailreplay.store.cli import app
+from tailreplay.store.errors import StoreUnavailable
+from tailreplay.store.tokens import extended_tokens
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +95,15 @@ def test_where_nobody_listens_tls_is_not_blamed(authority):
     assert (done.exit_code, "UNAVAILABLE" in done.stderr) == (1, True)
     assert isinstance(done.exception, SystemExit)
     assert grpc.StatusCode.UNAVAILABLE.name in done.stderr
+
+
+def test_an_engine_has_it_in_its_log(serving, caplog):
+    with StoreClient(serving["secured"].address) as client:
+        for _ in range(3):
+            with pytest.raises(StoreUnavailable):
+                client.match(bytes(32), extended_tokens([1]))
+        wanted = "speaks TLS, and you do not: wanted ca with the CA of its certificate"
+        until(lambda: any(wanted in record.getMessage() for record in caplog.records))
 
 
 def test_doctor_says_it_too_and_looks_at_operators_by_their_address(serving, authority):
