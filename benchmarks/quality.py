@@ -3,7 +3,7 @@
     python -P benchmarks/quality.py --json
     python -P benchmarks/quality.py --json --quick
     python -P benchmarks/quality.py --model state --samples 50 --minutes 60 --out state.json
-    python -P benchmarks/quality.py --shown retrieval.json state.json --out quality.json
+    python -P benchmarks/quality.py --shown retrieval.json state.json --out quality.svg
 
 Tables go to standard error, one JSON object to standard output or to --out, plots beside that file.
 benchmarks/README.md says what the columns and rows are.
@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 # -P keeps this folder off the path, so that nothing in it shadows an installed package. Its parts
 # and the helpers of the tests are found after everything else.
@@ -43,15 +43,14 @@ _BF16 = ("full", "zero", "tail 10%", "exact")
 
 def main() -> None:
     """Measures and prints."""
+    os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
     arguments = _arguments()
     report: dict[str, Any] = {"boundaries": _BOUNDARIES, "models": {}}
     if arguments.shown:
-        for file in arguments.shown:
-            report["models"] |= json.loads(file.read_text(encoding="utf-8"))["models"]
-    else:
-        _measure_all(arguments, report)
-    _write(report, arguments.out)
-    _show(report)
+        _show_saved(arguments.shown, arguments.out)
+        return
+    _measure_all(arguments, report)
+    _show(report, sys.stderr)
     if arguments.out is None:
         print(json.dumps(report))
 
@@ -78,7 +77,6 @@ def measure(
     name: str, lengths: tuple[int, ...], samples: int, tasks: list[str]
 ) -> Iterator[list[dict[str, Any]]]:
     """All rows of one miniature, again after each round of one more context a row."""
-    os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
     import numpy as np
     import torch
     from mini.tasks import Corpus
@@ -102,20 +100,34 @@ def measure(
             yield report(scores)
 
 
-def _show(report: dict[str, Any]) -> None:
+def _show_saved(files: list[Path], out: Path | None) -> None:
+    """Prints the tables of several files; plots of a miniature are of the first that has it."""
+    models: dict[str, Any] = {}
+    for file in files:
+        report = json.loads(file.read_text(encoding="utf-8"))
+        _show(report, sys.stdout)
+        models = report["models"] | models
+    if out is not None:
+        _draw(models, out)
+
+
+def _show(report: dict[str, Any], stream: TextIO) -> None:
     from quality_parts.tables import tables
 
     for name, rows in report["models"].items():
-        print("\n".join(tables(name, rows)), file=sys.stderr)
+        print("\n".join(tables(name, rows)), file=stream)
 
 
 def _write(report: dict[str, Any], out: Path | None) -> None:
+    if out is not None:
+        out.write_text(json.dumps(report, indent=1), encoding="utf-8")
+        _draw(report["models"], out)
+
+
+def _draw(models: dict[str, Any], out: Path) -> None:
     from quality_parts.plots import plots
 
-    if out is None:
-        return
-    out.write_text(json.dumps(report, indent=1), encoding="utf-8")
-    for name, picture in plots(report["models"]).items():
+    for name, picture in plots(models).items():
         out.with_name(f"{out.stem}_{name}.svg").write_text(picture, encoding="utf-8")
 
 
@@ -128,7 +140,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="*", help="tokens, instead of all lengths")
     parser.add_argument("--tasks", nargs="*", choices=_TASKS, default=_TASKS)
     parser.add_argument("--minutes", type=float, default=120, help="no further round after these")
-    parser.add_argument("--shown", type=Path, nargs="*", help="files of --out, shown together")
+    parser.add_argument(
+        "--shown", type=Path, nargs="*", help="files of --out, whose tables are printed instead"
+    )
     parser.add_argument("--out", type=Path, help="file for the JSON object; plots go beside it")
     return parser.parse_args()
 

@@ -8,25 +8,52 @@ Row = dict[str, Any]
 TEXT = "natural text"
 
 
+_SCORED = (
+    "full",
+    "zero",
+    "tail 1%",
+    "tail 5%",
+    "tail 10%",
+    "tail 20%",
+    "auto",
+    "auto .1, no ckpt",
+    "auto .3, no ckpt",
+    "exact",
+)
+_REPLAYING = ("tail 5%", "tail 10%", "auto", "auto .1, no ckpt", "auto .3, no ckpt", "exact")
+
+
 def tables(name: str, rows: list[Row]) -> Iterator[str]:
-    """Lines of one miniature's tables; rows of all lengths have 95% intervals."""
+    """Lines of one miniature's tables; rows of all lengths have 95% intervals.
+
+    Of a single length there are only the tables over all tasks.
+    """
     totals = [row for row in rows if row["tokens"] == "all"]
-    contexts = max(row["contexts"] for row in rows if row["tokens"] != "all")
-    yield f"#### `{name}`: {contexts} contexts a row\n"
-    yield "Scores by way of serving, all lengths:\n"
+    each = [row for row in rows if row["tokens"] != "all"]
+    lengths = {row["tokens"] for row in each}
+    where = f", {lengths.copy().pop()} tokens" if len(lengths) == 1 else ""
+    yield f"#### `{name}`{where}: {max(row['contexts'] for row in each)} contexts a row\n"
+    yield "By way of serving, all lengths (of text: top tokens that are full's), 95% intervals:\n"
     yield from _by_way(totals)
-    yield "\nAnswers that are not the ones full gives (of text, top tokens; Wilson), all lengths:\n"
+    yield "\nAnswers, or top tokens, that are not full's (Wilson):\n"
     yield from _differ(totals)
-    yield "\nScores by task and length:\n"
-    yield from _table([row for row in rows if row not in totals], _score)
+    if len(lengths) == 1:
+        yield ""
+        return
+    yield "\nBy task and length:\n"
+    yield from _table(each, _SCORED, _score)
     yield "\nRows replayed per matched token:\n"
-    yield from _table(rows, lambda c: _number(c["replayed"]))
+    yield from _table(rows, _REPLAYING, lambda c: _number(c["replayed"]))
     for text in (row for row in totals if row["task"] == TEXT):
+        columns = {name: c for name, c in text["columns"].items() if name != "full"}
         yield "\nHeld-back text: 16 greedy tokens all as in full; KL from full, nats a token:\n"
-        yield from _table([text], lambda c: _with_bounds(c["kept"]))
-        yield from list(_table([text], lambda c: f"{c['kl'][0]:.2g}"))[2:]
+        yield f"| | {' | '.join(columns)} |"
+        yield "|---|" + "---|" * len(columns)
+        yield f"| greedy | {' | '.join(_with_bounds(c['kept']) for c in columns.values())} |"
+        yield f"| KL | {' | '.join(format(c['kl'][0], '.2g') for c in columns.values())} |"
         yield "\n\\|delta logprob\\| of the true next token, nats, mean (99th percentile):\n"
         yield from _distance(text["columns"])
+    yield ""
 
 
 def _by_way(totals: list[Row]) -> Iterator[str]:
@@ -49,9 +76,11 @@ def _differ(totals: list[Row]) -> Iterator[str]:
         yield f"| {name} | {' | '.join(_with_bounds(share) for share in shares)} |"
 
 
-def _table(rows: list[Row], figure: Callable[[dict[str, Any]], str]) -> Iterator[str]:
+def _table(
+    rows: list[Row], wanted: tuple[str, ...], figure: Callable[[dict[str, Any]], str]
+) -> Iterator[str]:
     """A row for each task and length, a column for each way: the layout of the paper's Table 3."""
-    names = list(rows[0]["columns"]) if rows else []
+    names = [name for name in wanted if rows and name in rows[0]["columns"]]
     yield f"| task | tokens | n | {' | '.join(names)} |"
     yield "|---|---|---|" + "---|" * len(names)
     for row in rows:
@@ -60,7 +89,7 @@ def _table(rows: list[Row], figure: Callable[[dict[str, Any]], str]) -> Iterator
 
 
 def _distance(columns: dict[str, Any]) -> Iterator[str]:
-    names = [name for name in columns if name != "full"]
+    names = [name for name in _SCORED if name in columns and name not in ("full", "auto")]
     yield f"| tokens behind | {' | '.join(names)} |"
     yield "|---|" + "---|" * len(names)
     for number, bucket in enumerate(columns["full"]["by_distance"]):
