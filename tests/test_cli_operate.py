@@ -16,6 +16,7 @@ from tailreplay.connector.payload import PayloadCodec
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
 from tailreplay.store.cli import app
+from tailreplay.store.cli_io import is_left
 from tailreplay.store.header import object_bytes
 from tailreplay.store.namespace import tenant_digest
 from tailreplay.store.objects import Kind
@@ -305,3 +306,10 @@ def test_doctor_looks_at_each_of_several_servers_with_the_stores_own_login(
     assert found.startswith(f"{good.url}: answers in")
     monkeypatch.setenv("TAILREPLAY_REDIS_PASSWORD_FILE", str(tmp_path / "none"))
     assert [state for state, _ in about_redis()] == ["fail"]
+
+
+def test_an_erasure_is_not_over_while_a_store_is_silent():
+    assert not is_left(pb.EraseResponse(stores=2, redis_keys_deleted=3))
+    for left in ("silent_stores", "cpu_objects_left", "redis_keys_left", "held_objects"):
+        assert is_left(pb.EraseResponse(**{left: 1}))
+        assert is_left(pb.RemovePublicResponse(**{left: 1}))

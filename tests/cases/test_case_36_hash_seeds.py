@@ -9,13 +9,13 @@ WANTED = {
 }
 
 GOLDEN = {
-    "namespace": "a676833010bbfdacefe0c3ed42c3e4785c5745ac9bd78dfaf6b6da720a5bf2d6",
+    "namespace": "58aaddccf60e643431bf84561c1dbcd1ea12c1437625c63ce5a08752ca67001b",
     "prefixes": [
-        "70fbedfa01d17df3579e36bcb13ff5f0792153a88a22083815be4ca020860982",
-        "d34304c8c620267a87381896ae26549eb48168039193f055759d9496b35c3995",
-        "402e97bb02fee7195ba1f7c3edbf9d44540bc876fd6b2a1300385b4f8ebf619b",
+        "4c294c50c41a9e1fa97ed5623c32255c38f4ef30f40c8e310aa3964cdb397396",
+        "8460f55d4df0d4f5b6e525844ce91b6d307c5931fc2ebcae6bdf624f0c81a0df",
+        "c4824b100b1d69ec66125781fc1d82fc0e765975894db9e028ebd68995ba6224",
     ],
-    "digest": "74cb403930f049a9",
+    "digest": "b9e24f28cbac8b6b",
 }
 
 
@@ -24,5 +24,5 @@ def test_every_process_gives_the_same_names_whatever_its_hash_seed():
         assert in_another_process("keys_child.py", WANTED, hash_seed=seed) == GOLDEN
 
 
-def test_names_are_those_of_the_first_release():
+def test_names_are_those_of_the_format_in_force():
     assert names(**WANTED) == GOLDEN

@@ -3,9 +3,9 @@
 from tailreplay.store.namespace import NamespaceFields
 
 GOLDEN = {
-    None: "d61bcf68bcf44f0eb03922036c27a986dc29607883da8573e48538c06058eb82",
-    "None": "54c53769c3c14db3065c911cc4916bc16f8d8ed188f961adad35de5dad6f92e7",
-    "": "87e55d0c032141401e4ed2bcb126da583a47db9026ab0b5d0c2678a09666dfee",
+    None: "75cc7645d890b28ec06ea3302a0c1caeef4fb2da852c574d01296c904bc3286d",
+    "None": "f7cbe1dbd3ab73cea8c63ddbcfc3775672d0d4c3cf823fb0f2309788953f60f6",
+    "": "7813bfa285e16789979b81b3d65d954f9e5ce657cb0c326e8cceb913e07c197e",
 }
 
 
