@@ -88,19 +88,21 @@ def _serve(
         Path | None, typer.Option(help="JSON file with settings", show_default=False)
     ] = None,
     settings: Annotated[
-        bool, typer.Option("--settings", help="list every setting and end")
+        bool,
+        typer.Option("--settings", help="list every setting, what is in force and why; and end"),
     ] = False,
     **flags: Any,  # noqa: ANN401 - a setting each
 ) -> None:
     from tailreplay.store.serving import serve_until_stopped, settings_in_words
 
-    if settings:
-        for item in settings_in_words():
+    try:
+        given = _given(flags)
+        if not settings:
+            serve_until_stopped(given, config)
+            return
+        for item in settings_in_words(given, config):
             cli_tables.facts(Console(highlight=False), item)
             typer.echo()
-        return
-    try:
-        serve_until_stopped(_given(flags), config)
     except (TailReplayError, ValueError) as error:
         fail(str(error))
 

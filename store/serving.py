@@ -66,17 +66,36 @@ def serve_until_stopped(flags: dict[str, Any], file: Path | None) -> None:
     server.stop(config.drain_s)
 
 
-def settings_in_words() -> list[dict[str, str]]:
-    """Every setting: its name, variable, default and meaning."""
-    return [
-        {
+def settings_in_words(flags: dict[str, Any], file: Path | None) -> list[dict[str, str]]:
+    """Every setting as a store would have it: its name, variable, default, value and meaning.
+
+    Args:
+        flags: as `serve_until_stopped`.
+        file: as `serve_until_stopped`.
+
+    Raises:
+        ValueError, InvalidRequest: as `serve_until_stopped`.
+    """
+    values = _config(flags, file).in_words()
+    from_file = read_json(file) if file is not None else {}
+    listed = []
+    for name, field in StoreConfig.model_fields.items():
+        variable = f"{ENV_PREFIX}{name.upper()}"
+        item = {
             "setting": name,
-            "variable": f"{ENV_PREFIX}{name.upper()}",
+            "variable": variable,
             "default": str(field.get_default(call_default_factory=True)),
             "meaning": field.description or "",
         }
-        for name, field in StoreConfig.model_fields.items()
-    ]
+        places = {
+            "flag": name in flags,
+            variable: variable in os.environ,
+            "file": name in from_file,
+        }
+        if place := next((place for place, is_there in places.items() if is_there), ""):
+            item["value"] = f"{values[name]} ({place})"
+        listed.append(item)
+    return listed
 
 
 def _config(flags: dict[str, Any], file: Path | None) -> StoreConfig:

@@ -1,14 +1,10 @@
 """`serve`: every setting is a flag, and what of several places counts."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 from typer.testing import CliRunner
-from waiting import until
 
 from tailreplay.store.cli import app
 from tailreplay.store.cli_serve import panel_of
@@ -65,27 +61,40 @@ def test_a_wrong_flag_is_refused_as_any_setting_is(words, wanted):
     assert wanted in run(*words)
 
 
-def test_flags_go_over_variables_over_the_file_over_defaults(tmp_path):
-    listen = f"unix://{tmp_path}/store.sock"
+def listed(*words: str) -> dict[str, str]:
+    """Values that `serve --settings` shows, of settings that have another than the default."""
+    done = CliRunner().invoke(app, ["serve", "--settings", *words])
+    assert done.exit_code == 0, done.output
+    items = [
+        dict(line.split(None, 1) for line in item.splitlines()) for item in _items(done.stdout)
+    ]
+    assert [item["setting"] for item in items] == [*StoreConfig.model_fields]
+    return {item["setting"]: item["value"] for item in items if "value" in item}
+
+
+def _items(shown: str) -> list[str]:
+    lines = [line for line in shown.split("\n\n") if line.strip()]
+    return [re.sub(r"(?m)^(default|meaning) *$", r"\1 none", line) for line in lines]
+
+
+def test_flags_go_over_variables_over_the_file_over_defaults(tmp_path, monkeypatch):
+    monkeypatch.delenv("TAILREPLAY_REDIS_PATIENCE_S")  # which all tests have
+    assert listed() == {}
     file = tmp_path / "store.json"
     file.write_text(json.dumps({"drain_s": 5, "max_workers": 11, "max_lanes": 3}))
+    monkeypatch.setenv("TAILREPLAY_DRAIN_S", "7")
+    monkeypatch.setenv("TAILREPLAY_MAX_WORKERS", "9")
     flags = ["--drain-s", "1.5", "--pool-bytes", "8MiB", "--share-memory", "no"]
     flags += ["--share-memory-uids", "7", "--share-memory-uids", "8"]
-    serve = [sys.executable, "-P", "-m", "tailreplay.store.cli", "serve", "--listen", listen]
-    variables = {"TAILREPLAY_DRAIN_S": "7", "TAILREPLAY_MAX_WORKERS": "9"}
-    with subprocess.Popen(
-        [*serve, "--config", str(file), *flags],
-        env=os.environ | variables,
-        stderr=subprocess.DEVNULL,
-    ) as store:
-        try:
-            words = ["describe", "--url", listen, "--format", "json"]
-            until(lambda: CliRunner().invoke(app, ["ping", "-q", "--url", listen]).exit_code == 0)
-            settings = json.loads(CliRunner().invoke(app, words).stdout)["settings"]
-        finally:
-            store.terminate()
-            store.wait(30)
-    found = {name: settings[name] for name in ("drain_s", "max_workers", "max_lanes")}
-    assert found == {"drain_s": "1.5", "max_workers": "9", "max_lanes": "3"}
-    assert (settings["pool_bytes"], settings["share_memory"]) == (str(8 << 20), "False")
-    assert (settings["share_memory_uids"], settings["stall_limit_s"]) == ("(7, 8)", "2.0")
+    flags += ["--redis-url", "redis://user:hush@127.0.0.1:1"]
+    flags += ["--bulk-tiers", '{"type": "fs", "base_path": "/none"}']
+    assert listed("--config", str(file), *flags) == {
+        "drain_s": "1.5 (flag)",
+        "max_workers": "9 (TAILREPLAY_MAX_WORKERS)",
+        "max_lanes": "3 (file)",
+        "pool_bytes": f"{8 << 20} (flag)",
+        "share_memory": "False (flag)",
+        "share_memory_uids": "(7, 8) (flag)",
+        "redis_url": "redis://127.0.0.1:1 (flag)",
+        "bulk_tiers": "fs (flag)",
+    }
