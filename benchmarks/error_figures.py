@@ -37,7 +37,7 @@ from tailreplay.replay.tail_error import span_tails, tried_lengths
 from tailreplay.store import serve_in_thread
 from tailreplay.store.tokens import extended_tokens
 
-LENGTHS = {"retrieval": (1000, 2000), "state": (500,)}
+LENGTHS = {"retrieval": (1000, 2000), "state": (500,), "tracking": (500,)}
 _BOUNDARIES = 2
 
 

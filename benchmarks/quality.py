@@ -1,4 +1,4 @@
-"""What reuse does to answers: two miniatures, every way of serving a hit, through engine and store.
+"""What reuse does to answers: miniatures, every way of serving a hit, through engine and store.
 
     python -P benchmarks/quality.py --json
     python -P benchmarks/quality.py --json --quick
@@ -26,10 +26,11 @@ sys.path += [str(_ROOT / "benchmarks"), str(_ROOT / "tests")]
 LENGTHS = {
     "retrieval": (256, 512, 1024, 2048, 4096),
     "state": (128, 256, 512, 4096),
+    "tracking": (128, 256, 512),
     "retrieval bf16": (512,),
     "state bf16": (256,),
 }
-"""Lengths in tokens; `retrieval` was trained at up to 2048, `state` at up to 256."""
+"""Lengths in tokens; `retrieval` was trained at up to 2048, `state` at 256, `tracking` at 512."""
 
 _SAMPLES, _QUICK_SAMPLES = 12, 1
 _QUICK_LONGEST = 1024

@@ -140,15 +140,31 @@ def test_a_window_hides_from_attention_all_but_the_last_tokens(tiny):
 
 @pytest.mark.model
 @pytest.mark.parametrize(
-    ("name", "carries"), [("retrieval", "FA alone"), ("state", "states alone")]
+    ("name", "task", "carries"),
+    [
+        ("retrieval", "needles", "FA alone"),
+        ("retrieval", "track", "FA alone"),
+        ("state", "needles", "states alone"),
+        ("tracking", "needles", "states alone"),
+        ("tracking", "track", "states alone"),
+    ],
 )
-def test_needles_come_through_one_path_alone_and_it_is_not_the_same_in_both(name, carries):
+def test_a_task_comes_through_one_path_alone_and_which_one_training_decided(name, task, carries):
     load = tasks.Load(128, 4, 4)
-    found = paths.carried(model.load(name), tasks.Corpus(TOKENIZER), "needles", load, 16)
+    found = paths.carried(model.load(name), tasks.Corpus(TOKENIZER), task, load, 16)
     share = {path: hits.float().mean().item() for path, hits in found.items()}
     assert share.pop("both") > 0.9
     assert share.pop(carries) > 0.9
     assert max(share.values()) < 0.2
+
+
+@pytest.mark.model
+def test_one_miniature_counts_in_its_states():
+    load = tasks.Load(256, 0, 1)
+    found = score.recall(model.load("tracking"), tasks.Corpus(TOKENIZER), "common", load, 24)
+    assert found["full"] > 0.9
+    assert found["zero"] < 0.3
+    assert found["zero"] < found["tail20"]
 
 
 @pytest.mark.model

@@ -119,7 +119,7 @@ RECIPES = {
         copier=False,
         family="olmo_hybrid",
     ),
-    "s3": Recipe(
+    "tracking": Recipe(
         (
             Level(256, mix=BROAD, keys=12, packed=0.3, drill=0.8, ease=0.8, pass_at=0.95),
             Level(512, mix=BROAD, keys=16, packed=0.3, drill=0.5, ease=0.6, pass_at=2.0),
