@@ -100,12 +100,28 @@ class Asked:
 
     def _named(self, given: str, name: Callable[[pb.NamespaceInfo], bytes]) -> bytes:
         if given:
-            return _from_hex(given)
+            return self._meant(_from_hex(given), name)
         answer: pb.DescribeResponse = self.store("Describe", pb.DescribeRequest())
         found = {name(space) for space in answer.namespaces} - {b""}
         if len(found) != 1:
             fail(_which(found, answer))
         return found.pop()
+
+    def _meant(self, given: bytes, name: Callable[[pb.NamespaceInfo], bytes]) -> bytes:
+        """What is meant by a namespace, whether it is given as the store or as engines call it."""
+        try:
+            request = pb.DescribeRequest()
+            answer = called(self.address, rpc.StoreStub, "Describe", request, TIMEOUT_S)
+        except TailReplayError:
+            return given
+        spaces = [s for s in answer.namespaces if given in (s.namespace, s.sent_namespace)]
+        found = {name(space) for space in spaces} - {b""}
+        if len(found) > 1:
+            fail(
+                f"engines call {len(found)} of the store's namespaces {given.hex()}, wanted one of "
+                "them as `describe` lists it"
+            )
+        return found.pop() if found else given
 
 
 _OPTIONS: dict[str, tuple[Any, Any]] = {

@@ -61,6 +61,11 @@ def test_an_administrator_asks_for_the_public_scope_without_naming_it(run):
     assert run("root", "inspect", "-", ids=OWN.ids, code=1).count("has 2 namespaces") == 1
     named = ("--namespace", told[False]["namespace"])
     assert run("root", "inspect", "-", *named, ids=OWN.ids)["matched_tokens"] == 400
+    for called in (told[True]["namespace"], SPACE.hex()):
+        asked = ("query", "-", "--namespace", called)
+        assert run("root", *asked, ids=SYSTEM.ids)["matched_tokens"] == 700
+    said = run("root", "inspect", "-", "--namespace", SPACE.hex(), ids=OWN.ids, code=1)
+    assert "engines call 2 of the store's namespaces" in said
 
 
 def test_a_prefix_is_opened_listed_and_closed(run, server):
