@@ -24,12 +24,6 @@ _REQUESTS = 200
 
 def main() -> None:
     """Serves requests until the time is over and prints one JSON object."""
-    from redis_server import RedisServer
-    from soak_load import Soak
-    from store_parts.children import rss_bytes
-
-    from tailreplay.store import serve_in_thread
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object (the default)")
     parser.add_argument("--minutes", type=float, default=180.0)
@@ -38,6 +32,13 @@ def main() -> None:
     arguments = parser.parse_args()
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes to the log
+    os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")  # as `serve` does, before it is imported
+    from redis_server import RedisServer
+    from soak_load import Soak
+    from store_parts.children import rss_bytes
+
+    from tailreplay.store import serve_in_thread
+
     with contextlib.ExitStack() as stack:
         settings: dict[str, Any] = {"pool_bytes": arguments.pool_mib << 20}
         if arguments.redis:
@@ -57,19 +58,23 @@ def main() -> None:
         "ok": abs(last["hit_rate"] - first["hit_rate"]) <= 0.02,
         "rss_grew_mib": last["rss_mib"] - first["rss_mib"],
         "evicted_pools": stats.evicted_bytes / stats.pool_bytes,
+        "wrong": sum(period["wrong"] for period in periods),
+        "integrity_errors": stats.integrity_errors,
+        "dropped_objects": stats.dropped_objects,
+        "left_pinned_bytes": stats.pinned_bytes,
         "periods": periods,
     }
     print(json.dumps(report, indent=1), file=out)
 
 
 def _period(soak: Any, seconds: float) -> dict[str, Any]:  # noqa: ANN401 - a helper of the tests
-    queried = loaded = requests = 0
+    queried = loaded = requests = wrong = 0
     end_s = time.monotonic() + seconds
     while time.monotonic() < end_s:
         rate = soak.serve(soak.requests(_REQUESTS))
-        queried, loaded = queried + rate.queried, loaded + rate.loaded
+        queried, loaded, wrong = queried + rate.queried, loaded + rate.loaded, wrong + rate.wrong
         requests += _REQUESTS
-    return {"hit_rate": loaded / queried, "requests": requests}
+    return {"hit_rate": loaded / queried, "requests": requests, "wrong": wrong}
 
 
 if __name__ == "__main__":
