@@ -74,8 +74,11 @@ class Forgetter:
             StoreUnavailable: Redis does not answer; the CPU tier has been cleared.
         """
         tenant = checked_tenant(request.tenant)
-        known = frozenset([*self._quotas.namespaces(tenant), *self._told(tenant)])
+        told = self._told(tenant)
+        known = told.union(self._quotas.namespaces(tenant))
         try:
+            # First, since a store that gets more of it meanwhile says so anew.
+            self._operators.disown(told)
             done = self._erasures.everywhere(Erasure(tenant, known))
         except StoreUnavailable:
             for namespace in known:  # or who tries again would not know what to delete
@@ -101,15 +104,16 @@ class Forgetter:
         Raises:
             StoreUnavailable: Redis does not forget whose it was; the CPU tier has been cleared.
         """
-        spaces = erasure.namespaces | set(self._quotas.namespaces(erasure.tenant))
-        done = self._eraser.drop(spaces)
-        self._operators.disown(spaces)
+        own = self._quotas.namespaces(erasure.tenant)
+        done = self._eraser.drop(erasure.namespaces.union(own))
+        self._operators.disown(own)
         return done
 
-    def _told(self, tenant: bytes) -> set[bytes]:
+    def _told(self, tenant: bytes) -> frozenset[bytes]:
         """What other stores have told Redis of a tenant's namespaces."""
         try:
-            return self._ledger.namespaces_of(tenant) if self._ledger is not None else set()
+            if self._ledger is not None:
+                return frozenset(self._ledger.namespaces_of(tenant))
         except StoreUnavailable as error:
             logger.debug("what others have of a tenant is not known: %s", error)
-            return set()
+        return frozenset()

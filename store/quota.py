@@ -62,6 +62,9 @@ class Quotas:
         self._owner: dict[bytes, bytes] = {}
         self._fresh: set[bytes] = set()
         self._stale: set[bytes] = set()
+        # Whose namespaces were until they were erased: an object that was on its way is theirs.
+        self._former: dict[bytes, bytes] = {}
+        self._long_former: dict[bytes, bytes] = {}
         self._accounts: dict[bytes, _Account] = {}
         self._bytes: Counter[tuple[TierName, bytes]] = Counter()
         self._evicted: Counter[bytes] = Counter()
@@ -101,6 +104,7 @@ class Quotas:
             for namespace in self._owner.keys() - listed - self._fresh:
                 del self._owner[namespace]
             self._fresh.clear()
+            self._long_former, self._former = self._former, {}
 
     def take_stale(self) -> list[bytes]:
         """Limited tenants that were found to own more since the last call; limit them again."""
@@ -109,10 +113,13 @@ class Quotas:
             return [tenant for tenant in stale if tenant in self._accounts]
 
     def disown(self, namespaces: Iterable[bytes]) -> None:
-        """Forgets whose namespaces these are."""
+        """Forgets whose namespaces these are, but for those that have something, or get it soon."""
         with self._lock:
             for namespace in namespaces:
-                self._owner.pop(namespace, None)
+                if self._has_any(namespace):
+                    continue
+                if tenant := self._owner.pop(namespace, NO_TENANT):
+                    self._former[namespace] = tenant
 
     def owner(self, namespace: bytes) -> bytes:
         """The tenant whose namespace it is."""
@@ -137,6 +144,8 @@ class Quotas:
         """Notes that an object has come to a tier, or has left it."""
         space = record.name.namespace
         with self._lock:
+            if here and (self._former or self._long_former) and not self._owner.get(space):
+                self._own_again(space)
             left = self._bytes[tier, space] + (record.size if here else -record.size)
             if left:
                 self._bytes[tier, space] = left
@@ -244,12 +253,20 @@ class Quotas:
         """The mode set for a tenant, or nothing."""
         return self._modes.get(tenant, "")
 
+    def _own_again(self, namespace: bytes) -> None:
+        former = self._former.get(namespace) or self._long_former.get(namespace)
+        if former:
+            self._assign(namespace, former)
+
     def _assign(self, namespace: bytes, tenant: bytes) -> None:
         if self._owner.get(namespace) == tenant:
             return
         self._owner[namespace] = tenant
-        if any(self._bytes[tier, namespace] for tier in _TIERS):
+        if self._has_any(namespace):
             self._stale.add(tenant)
+
+    def _has_any(self, namespace: bytes) -> bool:
+        return any(self._bytes[tier, namespace] for tier in _TIERS)
 
     def _account(self, namespace: bytes) -> _Account | None:
         return self._accounts.get(self.owner(namespace)) if self._accounts else None

@@ -6,7 +6,7 @@ from contextlib import closing
 
 import grpc
 import pytest
-from store_objects import GEOMETRY, Client, Prefix, runs_of, span_range
+from store_objects import GEOMETRY, Client, Prefix, put_frames, runs_of, span_range
 from waiting import until
 
 from tailreplay.proto import store_pb2 as pb
@@ -304,6 +304,32 @@ def test_erased_bytes_are_gone_from_the_pools_memory(server, client):
     assert client.match(prefix).matched_tokens == 0
     assert client.match(other).matched_tokens == 2560
     assert prefix.tenant not in tenants(client)
+
+
+def test_what_was_on_its_way_when_it_was_erased_is_its_tenants_and_erased_the_next_time(
+    server, client
+):
+    prefix = prefix_of(range(600), tenant="writes")
+    frames = list(put_frames(prefix, prefix.spans(KV)))
+    goes_on = threading.Event()
+
+    def slowly():
+        yield from frames[:3]
+        assert goes_on.wait(20)
+        yield from frames[3:]
+
+    put = threading.Thread(target=lambda: client.stub.Put(slowly(), timeout=30))
+    put.start()
+    until(lambda: server.store.catalog.record(prefix.name(KV, 256)) is not None)
+    request = pb.EraseRequest(tenant=prefix.tenant)
+    assert client.admin.Erase(request, timeout=20).cpu_objects_left == 0
+    assert prefix.tenant not in tenants(client)
+    goes_on.set()
+    put.join(30)
+    assert prefix.tenant in tenants(client)
+    answer = client.admin.Erase(request, timeout=20)
+    assert (answer.namespaces, sum(t.objects for t in answer.removed)) == (1, 2)
+    assert not server.store.catalog.select(lambda r: r.name.namespace == prefix.namespace)
 
 
 def test_what_a_reader_holds_is_nobody_elses_and_goes_with_it(server, client):

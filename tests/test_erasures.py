@@ -1,6 +1,7 @@
 """An erasure asked for at one store is carried out by all that share its Redis."""
 
 import os
+import threading
 from contextlib import closing
 
 import pytest
@@ -138,6 +139,36 @@ def test_a_store_that_comes_late_erases_all_the_same(stores, tables, keys):
     until(lambda: writer.match(prefix).matched_tokens == 0)
     until(lambda: not keys(prefix))
     assert asker.answers(erasure_id) == {}
+
+
+@pytest.mark.slow
+def test_writers_that_go_on_meanwhile_leave_nothing_that_a_last_erasure_misses(stores, keys):
+    (first, one), (second, two) = stores
+    stop, written = threading.Event(), []
+
+    def write(address: str) -> None:
+        with closing(Client(address)) as writer:
+            while not stop.is_set():
+                written.append(prefix_of(ACME))
+                writer.put(written[-1])
+
+    writers = [
+        threading.Thread(target=write, args=(store.address,)) for store in (first, second) * 2
+    ]
+    for writer in writers:
+        writer.start()
+    try:
+        for operator in (one, two, one):
+            assert erase(operator).silent_stores == 0
+    finally:
+        stop.set()
+        for writer in writers:
+            writer.join(30)
+    answer = erase(two)
+    assert (answer.cpu_objects_left, answer.redis_keys_left, answer.held_objects) == (0, 0, 0)
+    for store in (first, second):
+        assert not store.store.catalog.select(lambda _: True)
+    assert not [key for prefix in written for key in keys(prefix)]
 
 
 def here(_: Erasure) -> Erased:
