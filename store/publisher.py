@@ -69,8 +69,10 @@ class Publisher:
         self._clock = clock
         # Touched by `tick` alone: when Redis was last read.
         self._read_at_s = -math.inf
-        # Held while Redis and `_public` are brought to say the same.
+        # Held while Redis and `_public` are brought to say the same. Guarded by it: what was closed
+        # and could not be erased, by name.
         self._lock = threading.Lock()
+        self._unerased: dict[bytes, PublicPrefix] = {}
 
     def add(self, request: pb.AddPublicRequest) -> pb.PublicPrefix:
         """Opens a prefix, whether or not anything is stored of it.
@@ -102,11 +104,12 @@ class Publisher:
 
         Raises:
             InvalidRequest: there is none of that name.
-            StoreUnavailable: Redis does not answer; nothing has changed, or the CPU tier alone.
+            StoreUnavailable: Redis does not answer. Either nothing has changed, or it is closed and
+                may be erased by asking again.
         """
         name = request.prefix_hash
         with self._lock:
-            prefix = self._public.get(name)
+            prefix = self._public.get(name) or self._unerased.get(name)
             if prefix is None:
                 raise InvalidRequest(
                     f"no public prefix has the hash {name.hex()!r}, wanted one of `public list`"
@@ -114,6 +117,7 @@ class Publisher:
             if self._ledger is not None:
                 self._ledger.unpublish(name)
             self._public.remove(name)
+            self._unerased[name] = prefix
         logger.info("a prefix of %d tokens is public no more", prefix.tokens)
         space = prefix.namespace
         own = [block for block in prefix.blocks if not self._public.has(space, block)]
@@ -121,6 +125,8 @@ class Publisher:
         if own:
             erasure = Erasure(b"", frozenset([space]), own[0])
             done = self._erasures.everywhere(erasure, own)
+        with self._lock:
+            self._unerased.pop(name, None)
         return pb.RemovePublicResponse(
             kept_tokens=prefix.tokens - len(own) * KV_BLOCK_TOKENS,
             removed=tier_bytes(done.removed),

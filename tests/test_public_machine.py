@@ -2,6 +2,7 @@
 
 import os
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.auth import Principal, Role
 from tailreplay.store.config import StoreConfig
 from tailreplay.store.core import Store
+from tailreplay.store.errors import InvalidRequest, StoreUnavailable
 from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Kind
+from tailreplay.store.publisher import Publisher
 from tailreplay.store.tokens import to_wire
 
 KV, HIDDEN, CHECKPOINT = Kind
@@ -135,3 +138,27 @@ def test_what_is_there_is_what_should_be(store, seed):
     while world.public:
         world.close(rolls.choice(list(world.public)))
         world.check()
+
+
+def test_what_was_closed_and_not_erased_is_erased_by_asking_again(store):
+    class Away:
+        """Redis, as it is gone between two questions."""
+
+        def everywhere(self, *_: object) -> None:
+            raise StoreUnavailable("Redis does not answer")
+
+    world = World(store)
+    world.put([*range(600)])
+    (prefix,) = world.put_prefixes
+    how = {"has_tenants": True, "clock": time.monotonic}
+    names = store.client_names
+    away = Publisher(store.catalog, Away(), None, names, **how)
+    world.open(prefix)
+    asked = pb.RemovePublicRequest(prefix_hash=prefix.chain.prefix_hash(512))
+    with pytest.raises(StoreUnavailable):
+        away.remove(asked)
+    assert not store.catalog.public.has_any(world.kept)
+    away._erasures = store.admin.erasures  # it is back
+    assert sum(t.objects for t in away.remove(asked).removed) == 3 + 10 + 1
+    with pytest.raises(InvalidRequest):
+        away.remove(asked)
