@@ -64,7 +64,9 @@ def _settings(store: Store) -> dict[str, str]:
 
 
 def _namespaces(store: Store, caller: Principal) -> list[pb.NamespaceInfo]:
-    spaces, pooled = [], store.catalog.pooled()
+    spaces, is_tenant = [], caller.role is Role.TENANT
+    # How much room there is for all is none of a tenant's business.
+    pooled = {} if is_tenant else store.catalog.pooled()
     for namespace, (blocks, tokens, geometry) in store.catalog.namespaces().items():
         sent = store.client_names.sent(namespace)
         if not _may_see(namespace, sent, caller):
@@ -72,7 +74,7 @@ def _namespaces(store: Store, caller: Principal) -> list[pb.NamespaceInfo]:
         per_row = {kind: g.payload_bytes(1) for kind, g in geometry.items()}
         spaces.append(
             pb.NamespaceInfo(
-                namespace=sent if caller.role is Role.TENANT else namespace,
+                namespace=sent if is_tenant else namespace,
                 sent_namespace=sent,
                 is_public=_is_public(store, namespace, sent),
                 blocks=blocks,

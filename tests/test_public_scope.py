@@ -288,7 +288,8 @@ def test_tenants_neither_open_nor_list_nor_close_prefixes(world, public):
 
 def test_describe_tells_a_tenant_its_own_namespaces_alone(clients, public):
     lane_objects.put(clients["sharer"], Prefix(public.namespace, range(300)))
-    assert public.namespace in {n.namespace for n in clients["sharer"].describe().namespaces}
+    seen = {n.namespace: n for n in clients["sharer"].describe().namespaces}
+    assert (seen[public.namespace].tokens, seen[public.namespace].capacity_tokens) == (300, 0)
     assert public.namespace not in {n.namespace for n in clients["rival"].describe().namespaces}
     told = {n.sent_namespace: n for n in clients["root"].describe().namespaces if n.is_public}
     assert told[public.namespace].namespace != public.namespace
