@@ -21,9 +21,12 @@ def test_exact_hits_continue_token_for_token_as_a_cold_run(name):
     assert served["exact"].tokens == cold.tokens
 
 
-def test_a_tail_loses_answers_that_are_in_the_states_and_exact_does_not():
+@pytest.mark.parametrize(
+    ("name", "task", "tokens"), [("state", "needles", 256), ("tracking", "track", 512)]
+)
+def test_a_tail_loses_answers_that_are_in_the_states_and_exact_does_not(name, task, tokens):
     columns = ("full", "zero", "tail 5%", *AUTO, "exact")
-    found = figures("state", "needles", 256, columns, contexts=2)
+    found = figures(name, task, tokens, columns, contexts=2)
     assert found["full"]["score"][0] > 0.8
     assert found["exact"]["differ"] == 0
     for column in AUTO:  # it has noticed: the groups that matter are rebuilt whole
