@@ -292,6 +292,7 @@ class Store:
             if thread.is_alive():
                 thread.join()
         self.admin.close(has_redis=bool(self.tiers.redis_status().get("healthy")))
+        self._reader.close()
         self.tiers.close()
         if self.manifests is not None:
             self.manifests.close()

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 class PinBudget:
     """Bytes that windows in flight may hold, so that stalled readers leave room for puts.
 
-    A reader holds one window at a time and waits for none while it does, so a wait ends when some
-    reader goes on, and at the latest when a stalled one is cut off.
+    A reader waits for one window at a time, and for none while it holds one, so a wait ends when
+    some reader goes on, and at the latest when a stalled one is cut off. What it has ahead of that
+    it takes only if there is plenty.
 
     Args:
         most_bytes: in all; a single window that is larger is let through alone.
@@ -36,9 +37,20 @@ class PinBudget:
             yield granted
         finally:
             if granted:
-                with self._changed:
-                    self._held_bytes -= size
-                    self._changed.notify_all()
+                self.release(size)
+
+    def take(self, size: int) -> bool:
+        """Takes `size` bytes at once, if half of all bytes is left then; False if not."""
+        with self._changed:
+            granted = self._held_bytes + size <= self._most_bytes // 2
+            self._held_bytes += size if granted else 0
+        return granted
+
+    def release(self, size: int) -> None:
+        """Gives back what `take` took."""
+        with self._changed:
+            self._held_bytes -= size
+            self._changed.notify_all()
 
     def _fits(self, size: int) -> bool:
         return not self._held_bytes or self._held_bytes + size <= self._most_bytes

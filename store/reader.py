@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -13,6 +13,7 @@ from tailreplay.store.checksum import crc32c_of
 from tailreplay.store.errors import IntegrityError, InvalidRequest
 from tailreplay.store.header import Header, header_of, known_header
 from tailreplay.store.lane_wire import LaneRecord, RecordKind
+from tailreplay.store.look_ahead import WINDOWS, Early, LookAhead, Stream
 from tailreplay.store.misses import Miss
 from tailreplay.store.objects import Kind, ObjectName
 from tailreplay.store.pin_budget import PinBudget
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
     Reason: TypeAlias = pb.MissReason.ValueType
 
+_Pins: TypeAlias = "tuple[dict[ObjectName, Pinned], dict[ObjectName, Reason]]"
+"""A window's objects that are pinned, and why others are not."""
+
 logger = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 2 << 20
@@ -43,6 +47,7 @@ _MAY_COME_LATER = {
     Miss.LATE: pb.MISS_REASON_DEADLINE,
     Miss.NO_ROOM: pb.MISS_REASON_NO_ROOM,
 }
+_TOO_EARLY = (Miss.LATE, Miss.NO_ROOM)
 _PLACED_SHARE = 4
 _PLACED_FRAME_BYTES = 1 << 30
 
@@ -125,6 +130,13 @@ class Reader:
         self._budget = PinBudget(leased_bytes)
         self._timeout_s = timeout_s
         self._before_rows = before_rows
+        self._ahead = LookAhead(
+            self._pin_early, self._let_go, self._budget, WINDOWS * self._window_bytes
+        )
+
+    def close(self) -> None:
+        """Gives up what is loaded ahead. Before the tiers are closed."""
+        self._ahead.close()
 
     def frames(
         self,
@@ -160,8 +172,10 @@ class Reader:
         # Never all pieces at once: many long ranges have more than there is memory for.
         pieces = self._asked_pieces(request, path, asked, public)
         try:
-            for window in windows(pieces, window_bytes, self._window_bytes):
-                yield from self._send_window(window, answer)
+            cut = windows(pieces, window_bytes, self._window_bytes)
+            with Stream(self._ahead, cut, is_gone) as stream:
+                for window, early in stream:
+                    yield from self._send_window(window, early, stream, answer)
         finally:
             self._catalog.used(_used(path, request.ranges, asked))
 
@@ -211,28 +225,52 @@ class Reader:
             )
         return Piece(number, wanted, record, first, end, last=True)
 
-    def _send_window(self, window: Sequence[Piece], answer: _Answer) -> Iterator[Frame]:
+    def _send_window(
+        self,
+        window: Sequence[Piece],
+        early: Early | None,
+        stream: Stream,
+        answer: _Answer,
+    ) -> Iterator[Frame]:
         live = [p for p in window if p.number not in answer.dead]
         records = {p.record.name: p.record for p in live if p.record is not None}
-        with self._budget.hold(sum(r.size for r in records.values()), self._timeout_s) as granted:
+        with self._share(early, sum(r.size for r in records.values())) as granted:
             if granted:
                 with self._tiers.gate.urgent() if is_urgent(live) else nullcontext():
-                    yield from self._send_pinned(live, list(records.values()), answer)
+                    if early is None:
+                        pins = self._pins(list(records.values()), is_urgent(live), answer)
+                    else:
+                        pins = self._early_pins(early, is_urgent(live), stream, answer)
+                    yield from self._send_pinned(live, pins, stream.begin, answer)
                 return
         for piece in live:
             if piece.number not in answer.dead:
                 answer.dead.add(piece.number)
                 yield _missing(piece, pb.MISS_REASON_DEADLINE)
 
+    @contextmanager
+    def _share(self, early: Early | None, size: int) -> Iterator[bool]:
+        """A window's share of what all readers may pin."""
+        if early is None:
+            with self._budget.hold(size, self._timeout_s) as granted:
+                yield granted
+            return
+        try:
+            yield True
+        finally:
+            early.release()
+
     def _send_pinned(
-        self, live: Sequence[Piece], records: Sequence[Record], answer: _Answer
+        self,
+        live: Sequence[Piece],
+        pins: _Pins,
+        begin_next: Callable[[], None],
+        answer: _Answer,
     ) -> Iterator[Frame]:
-        urgent = is_urgent(live)
-        if not urgent:
-            self._tiers.gate.wait()
-        pinned, reasons = self._pin(records, urgent, answer.is_gone)
+        pinned, reasons = pins
         headers: dict[ObjectName, Header] = {}
         try:
+            begin_next()
             for piece in live:
                 if piece.number in answer.dead:
                     continue
@@ -250,28 +288,60 @@ class Reader:
             self._catalog.count("served_bytes", answer.served_bytes)
             answer.served_bytes = 0
 
-    def _pin(
-        self, records: Sequence[Record], urgent: bool, is_gone: Callable[[], bool]
-    ) -> tuple[dict[ObjectName, Pinned], dict[ObjectName, Reason]]:
+    def _pins(self, records: Sequence[Record], urgent: bool, answer: _Answer) -> _Pins:
         """Pins a window's objects; says for those that can not be had why not."""
         wanted = [r for r in records if r.exists]
+        came = self._pin(wanted, urgent, answer.is_gone)
+        return {one.name: one for one in came if isinstance(one, Pinned)}, self._noted(wanted, came)
+
+    def _early_pins(self, early: Early, urgent: bool, stream: Stream, answer: _Answer) -> _Pins:
+        """As `_pins`, of a window that is under way."""
+        came = early.result()
+        if came is None:
+            return self._pins(early.records, urgent, answer)
+        # What had no room may have some once nothing else is held.
+        late = [i for i, one in enumerate(came) if one in _TOO_EARLY]
+        if late:
+            stream.give_up()
+            again = self._pin([early.records[i] for i in late], urgent, answer.is_gone)
+            for i, one in zip(late, again, strict=True):
+                came[i] = one
+        reasons = self._noted(early.records, came)
+        return {one.name: one for one in came if isinstance(one, Pinned)}, reasons
+
+    def _noted(
+        self, wanted: Sequence[Record], came: Sequence[Pinned | Miss]
+    ) -> dict[ObjectName, Reason]:
+        """Takes note of what came; says of what did not why not."""
+        outcomes = list(zip(wanted, came, strict=True))
+        self._catalog.loaded([r for r, one in outcomes if isinstance(one, Pinned)])
+        return {r.name: self._give_up(r, one) for r, one in outcomes if isinstance(one, Miss)}
+
+    def _let_go(self, wanted: Sequence[Record], came: Sequence[Pinned | Miss]) -> None:
+        """Ends with what was loaded ahead for a reader that has left."""
+        self._noted(wanted, came)
+        self._tiers.unpin(came)
+
+    def _pin_early(
+        self, records: Sequence[Record], is_gone: Callable[[], bool]
+    ) -> list[Pinned | Miss]:
+        return self._pin(records, records[0].name.kind is not Kind.KV, is_gone)
+
+    def _pin(
+        self, wanted: Sequence[Record], urgent: bool, is_gone: Callable[[], bool]
+    ) -> list[Pinned | Miss]:
+        """Pins objects; urgent ones pass others."""
+        if not urgent:
+            self._tiers.gate.wait()
         loading = sum(r.size for r in wanted if not r.in_cpu)
         if loading and self._tiers.pool_bytes - self._tiers.used_bytes < loading:
             self._catalog.make_room(loading)
-        got = self._tiers.pin(
+        return self._tiers.pin(
             [(r.name, r.size) for r in wanted],
             urgent=urgent,
             timeout_s=self._timeout_s,
             is_gone=is_gone,
         )
-        pinned = {p.name: p for p in got if isinstance(p, Pinned)}
-        self._catalog.loaded([r for r in wanted if r.name in pinned])
-        reasons = {
-            record.name: self._give_up(record, miss)
-            for record, miss in zip(wanted, got, strict=True)
-            if isinstance(miss, Miss)
-        }
-        return pinned, reasons
 
     def _give_up(self, record: Record, miss: Miss) -> Reason:
         """Drops a record whose payload is really gone; says why it is not there."""
