@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
+from tailreplay.connector.hf_cuts import in_pieces
 from tailreplay.connector.hf_families import UnsupportedModel, family_of
 from tailreplay.replay.groups import FULL, LINEAR, ReplayGroup, replay_groups
 from tailreplay.replay.hidden_rows import HiddenRows
@@ -166,6 +167,28 @@ class HybridModel:
                 norm = self._layers[layer].input_layernorm
                 hooks.enter_context(norm.register_forward_hook(note(layer)))
             yield trace
+
+    @contextmanager
+    def keeping(
+        self, rows: Sequence[int], cache: DynamicCache
+    ) -> Iterator[list[dict[int, LinearState]]]:
+        """Keep the states in the middle of this thread's one forward inside.
+
+        Args:
+            rows: how many of its tokens they have seen, ascending, each 1 to T - 1.
+            cache: the forward's.
+
+        Yields:
+            A list that has the states of all linear layers for each of `rows`, once it has run.
+        """
+        kept: list[dict[int, LinearState]] = [{} for _ in rows]
+        attentions = {layer: self._layers[layer].linear_attn for layer in self.linear_layers}
+
+        def keep(layer: int) -> None:
+            next(s for s in kept if layer not in s)[layer] = self._state(cache, layer)
+
+        with in_pieces(attentions, rows, keep):
+            yield kept
 
     @contextmanager
     def waiting(self, before_fa: Callable[[int], None]) -> Iterator[None]:

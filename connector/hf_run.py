@@ -5,6 +5,7 @@ Everything here runs on the caller's thread, while the load's own thread fills b
 
 from __future__ import annotations
 
+import itertools
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -255,16 +256,18 @@ class PromptRun:
         keep: int | None,
         before_fa: Callable[[int], None] = lambda _: None,
     ) -> Prefilled:
-        """Runs the model over [first, n), cut where checkpoints are kept.
+        """Runs the model over [first, n) in chunks, keeping states on the way.
 
         Args:
             cache: after the first `first` tokens.
             first: where to begin.
-            keep: a further cut; None = nothing is noted that is only stored, and no state kept.
+            keep: where to keep one beside the usual places; None = none is kept, and nothing noted
+                that is only stored.
             before_fa: as of `HybridModel.waiting`.
         """
         model, total = self._model, len(self._tokens)
         cuts = prefill_cuts(first, total, self._chunk_tokens, keep)
+        ends = prefill_cuts(first, total, self._chunk_tokens, None)
         hidden, trace = HiddenRows(), DecayTrace(model.linear_layers, first)
         states: dict[int, States] = {}
         with self._report.phase("suffix"), ExitStack() as watching:
@@ -274,8 +277,13 @@ class PromptRun:
                 trace = watching.enter_context(model.trace(first))
                 if first:
                     model.note_states(trace, first, cache)
-            for start, end in zip([first, *cuts], [*cuts, total], strict=True):
-                logits = model.forward(self._tokens[start:end], cache)
+            for start, end in itertools.pairwise([first, *ends, total]):
+                inner = [cut for cut in cuts if start < cut < end]
+                with model.keeping([cut - start for cut in inner], cache) as kept:
+                    logits = model.forward(self._tokens[start:end], cache)
+                for cut, state in zip(inner, kept, strict=True):
+                    states[cut] = state
+                    trace.note_states(cut, [state[at].recurrent for at in model.linear_layers])
                 if keep is not None:
                     model.note_states(trace, end, cache)
                     if end != total:

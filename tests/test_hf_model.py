@@ -284,6 +284,39 @@ def test_capture_joins_the_forwards_inside_it_and_no_others(prefix):
         hidden.rows(7)
 
 
+@pytest.mark.parametrize("first", [0, 70])
+def test_states_in_the_middle_of_a_forward_are_those_of_a_prefill_to_there(any_prefix, first):
+    model, total = any_prefix.model, len(any_prefix.tokens)
+    rows = [1, 2, 64, 200, total - first - 1]  # pieces of one token, whole pages, and neither
+    cache = any_prefix.prefill(first) if first else model.new_cache()
+    with model.keeping(rows, cache) as kept:
+        logits = model.forward(any_prefix.tokens[first:], cache)
+    for row, states in zip(rows, kept, strict=True):
+        any_prefix.check_states(states, any_prefix.states(first + row), STATE_BOUND)
+    whole = any_prefix.prefill(first) if first else model.new_cache()
+    wanted = model.forward(any_prefix.tokens[first:], whole)
+    assert relative_max(logits, wanted) <= LOGITS_BOUND
+    any_prefix.check_states(model.states(cache), model.states(whole), STATE_BOUND)
+
+
+def test_states_are_kept_of_one_threads_forward_alone_and_no_hook_stays(prefix):
+    model, cache = prefix.model, prefix.model.new_cache()
+    wanted = prefix.logits(prefix.prefill(10), 10)
+
+    def other():
+        return prefix.logits(prefix.prefill(10), 10)
+
+    with ThreadPoolExecutor(1) as thread, model.keeping([5], cache) as kept:
+        assert torch.equal(thread.submit(other).result(), wanted)
+        assert kept == [{}]
+        model.forward(prefix.tokens, cache)
+    prefix.check_states(kept[0], prefix.states(5), STATE_BOUND)
+    assert torch.equal(other(), wanted)
+    with model.keeping([], cache) as none:
+        prefix.logits(cache, 0)
+    assert none == []
+
+
 def test_forwards_of_other_threads_are_neither_captured_nor_made_to_wait(prefix):
     """Two engines, of two tenants even, may share a model."""
     model = prefix.model

@@ -1,0 +1,82 @@
+"""States in the middle of a forward: linear attention runs in pieces, all else at once.
+
+A forward of its own for the few tokens behind a cut reads every weight of the model for them. What
+a state needs is less: that the linear layers' attention stops there. Hooks do that, which call the
+module again for each further piece.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+
+@contextmanager
+def in_pieces(
+    attentions: Mapping[int, torch.nn.Module], rows: Sequence[int], between: Callable[[int], None]
+) -> Iterator[None]:
+    """Runs modules of linear attention in pieces, in this thread's forwards inside, without batch.
+
+    Args:
+        attentions: by layer; called by Transformers with `hidden_states` `[1, T, D]` and a cache.
+        rows: where they are cut, ascending, each 1 to T - 1.
+        between: called with the layer at each cut, when the cache has the state there.
+    """
+    with ExitStack() as hooks:
+        for layer, attention in attentions.items() if rows else ():
+            cut = _Cut(layer, rows, between)
+            hooks.enter_context(attention.register_forward_pre_hook(cut.before, with_kwargs=True))
+            hooks.enter_context(attention.register_forward_hook(cut.after, with_kwargs=True))
+        yield
+
+
+class _Cut:
+    """The hooks of one layer; deaf to other threads, since another engine may share the module."""
+
+    def __init__(self, layer: int, rows: Sequence[int], between: Callable[[int], None]) -> None:
+        self._layer, self._rows, self._between = layer, rows, between
+        self._owner = threading.get_ident()
+        # Set by `before`, for `after`: all rows of the forward that is on.
+        self._whole: Tensor | None = None
+
+    def before(
+        self, _module: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Has the module run the first piece alone."""
+        if threading.get_ident() != self._owner:
+            return None
+        self._whole = given["hidden_states"]
+        # OLMo-Hybrid asks whether the cache's last linear layer has a state, and takes it for an
+        # answer about its own: so here each layer is the last.
+        own = copy.copy(given["cache_params"])
+        own.layers = own.layers[: self._layer + 1]
+        first = self._whole[:, : self._rows[0]]
+        return args, given | {"hidden_states": first, "cache_params": own}
+
+    def after(
+        self,
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        given: dict[str, Any],
+        out: Tensor,
+    ) -> Tensor | None:
+        """Runs the other pieces, and puts what came out of all of them together."""
+        if threading.get_ident() != self._owner:
+            return None
+        whole, self._whole = self._whole, None
+        assert whole is not None, "a forward ends that has not begun"
+        pieces = [out]
+        for start, end in itertools.pairwise([*self._rows, whole.shape[1]]):
+            self._between(self._layer)
+            # Not by a call, which would run the hooks again.
+            pieces.append(module.forward(*args, **given | {"hidden_states": whole[:, start:end]}))
+        return torch.cat(pieces, dim=1)
