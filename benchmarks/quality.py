@@ -27,10 +27,12 @@ LENGTHS = {
     "retrieval": (256, 512, 1024, 2048, 4096),
     "state": (128, 256, 512, 4096),
     "tracking": (128, 256, 512),
+    "olmo": (128, 256),
     "retrieval bf16": (512,),
     "state bf16": (256,),
 }
-"""Lengths in tokens; `retrieval` was trained at up to 2048, `state` at 256, `tracking` at 512."""
+"""Lengths in tokens; `retrieval` was trained at up to 2048, `state` and `olmo` at 256,
+`tracking` at 512."""
 
 _SAMPLES, _QUICK_SAMPLES = 12, 1
 _QUICK_LONGEST = 1024

@@ -22,7 +22,8 @@ def test_exact_hits_continue_token_for_token_as_a_cold_run(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "task", "tokens"), [("state", "needles", 256), ("tracking", "track", 512)]
+    ("name", "task", "tokens"),
+    [("state", "needles", 256), ("tracking", "track", 512), ("olmo", "needles", 256)],
 )
 def test_a_tail_loses_answers_that_are_in_the_states_and_exact_does_not(name, task, tokens):
     columns = ("full", "zero", "tail 5%", *AUTO, "exact")
