@@ -120,8 +120,8 @@ def test_what_came_before_the_timeout_counts_however_little(ends):
     reader, writer = ends
     reader.settimeout(1)
     # It waits for all that is left to wake up once, and is late for that.
-    steps = [threading.Timer(0.5, writer.sendall, [DATA[:6000]])]
-    steps.append(threading.Timer(1.5, writer.sendall, [DATA[6000:10_000]]))
+    steps = [threading.Timer(0.6, writer.sendall, [DATA[:6000]])]
+    steps.append(threading.Timer(1.2, writer.sendall, [DATA[6000:10_000]]))
     for step in steps:
         step.start()
     rows = np.zeros((2, 50, 100), np.uint8)
