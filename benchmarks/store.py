@@ -31,6 +31,7 @@ ROLES = {
     "store": "store_parts.ours.store_child",
     "bulk_reader": "store_parts.load.bulk_reader_child",
     "putter": "store_parts.load.putter_child",
+    "delay": "store_parts.look_ahead.delay_child",
     "engine": "store_parts.engine.engine_child",
     "index_weight": "store_parts.synthetic.index_weight_child",
     "redhare_provider": "store_parts.peers.redhare_provider_child",
@@ -45,6 +46,7 @@ def fields() -> dict[str, Callable[[bool], dict[str, Any]]]:
     from store_parts.engine import zero_reuse_overhead
     from store_parts.index import index_bytes_per_block, match_p99_ms
     from store_parts.load import fill_5x, urgent_behind_bulk_ratio
+    from store_parts.look_ahead import look_ahead_ratio
     from store_parts.transfer import Remote, local_get_vs_memcpy
 
     remote = Remote()
@@ -54,6 +56,7 @@ def fields() -> dict[str, Callable[[bool], dict[str, Any]]]:
         "remote_get_vs_best_peer": remote.get_vs_best_peer,
         "put_vs_best_peer": remote.put_vs_best_peer,
         "urgent_behind_bulk_ratio": urgent_behind_bulk_ratio,
+        "look_ahead_ratio": look_ahead_ratio,
         "match_p99_ms": match_p99_ms,
         "zero_reuse_overhead": zero_reuse_overhead,
         "index_bytes_per_block": index_bytes_per_block,

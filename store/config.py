@@ -162,6 +162,9 @@ class StoreConfig(BaseSettings):
     fetch_window_bytes: Annotated[
         int, Field(ge=MIB, description="bytes of objects that one Fetch pins at a time")
     ] = 8 * MIB
+    fetch_ahead_windows: Annotated[
+        int, Field(ge=0, le=16, description="windows loaded from Redis while one is sent; 0 = none")
+    ] = 2
     leased_share: Annotated[
         float, Field(gt=0, le=1, description="largest part of the pool that leases may pin")
     ] = 0.5

@@ -26,7 +26,7 @@ from tailreplay.store.namespace import NAMESPACE_BYTES, tenant_digest
 from tailreplay.store.objects import Kind
 from tailreplay.store.pool import Pool, SharedMemory
 from tailreplay.store.prompt import Prompt
-from tailreplay.store.reader import Frame, Reader
+from tailreplay.store.reader import Frame, PinLimits, Reader
 from tailreplay.store.redis_settings import (
     bulk_tiers,
     redis_manifests,
@@ -108,8 +108,11 @@ class Store:
         self._reader = Reader(
             self.catalog,
             self.tiers,
-            window_bytes=config.fetch_window_bytes,
-            leased_bytes=int(self.tiers.pool_bytes * config.leased_share),
+            limits=PinLimits(
+                config.fetch_window_bytes,
+                config.fetch_ahead_windows,
+                leased_bytes=int(self.tiers.pool_bytes * config.leased_share),
+            ),
             timeout_s=config.tier_timeout_s,
             before_rows=before_rows,
         )

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from tailreplay.store.record import Record
     from tailreplay.store.windows import Piece
 
-WINDOWS = 2
-"""Windows that a stream has under way beside the one that it sends."""
-
 _THREADS = 8
 
 
@@ -35,7 +32,8 @@ class LookAhead:
         pin: pins objects, and says for each that does not come why not; told whether it is gone.
         let_go: takes note of what came, and unpins it.
         budget: what all readers may pin; nothing is begun that would leave less than half of it.
-        most_bytes: that one stream has under way ahead of what it sends.
+        windows: that a stream has under way beside the one that it sends.
+        window_bytes: most that each of them has on average.
     """
 
     def __init__(
@@ -43,12 +41,14 @@ class LookAhead:
         pin: Callable[[Sequence[Record], Callable[[], bool]], list[Pinned | Miss]],
         let_go: Callable[[Sequence[Record], Sequence[Pinned | Miss]], None],
         budget: PinBudget,
-        most_bytes: int,
+        windows: int,
+        window_bytes: int,
     ) -> None:
         self.pin = pin
         self.let_go = let_go
         self.budget = budget
-        self.most_bytes = most_bytes
+        self.windows = windows
+        self.most_bytes = windows * window_bytes
         self.closing = threading.Event()
         self.threads = ThreadPoolExecutor(_THREADS, "tailreplay-ahead")
 
@@ -118,7 +118,7 @@ class Stream:
         self._ahead = ahead
         self._windows = windows
         self._is_gone = is_gone
-        self._most = WINDOWS
+        self._most = ahead.windows
         self._next: deque[tuple[list[Piece], Early | None]] = deque()
 
     def __enter__(self) -> Self:

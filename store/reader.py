@@ -13,7 +13,7 @@ from tailreplay.store.checksum import crc32c_of
 from tailreplay.store.errors import IntegrityError, InvalidRequest
 from tailreplay.store.header import Header, header_of, known_header
 from tailreplay.store.lane_wire import LaneRecord, RecordKind
-from tailreplay.store.look_ahead import WINDOWS, Early, LookAhead, Stream
+from tailreplay.store.look_ahead import Early, LookAhead, Stream
 from tailreplay.store.misses import Miss
 from tailreplay.store.objects import Kind, ObjectName
 from tailreplay.store.pin_budget import PinBudget
@@ -101,14 +101,27 @@ class _Answer:
     served_bytes: int = 0
 
 
+class PinLimits(NamedTuple):
+    """How much readers pin at a time.
+
+    Attributes:
+        window_bytes: bytes of objects of the window that one stream sends.
+        ahead_windows: windows that it has loaded from Redis meanwhile.
+        leased_bytes: bytes of all streams.
+    """
+
+    window_bytes: int
+    ahead_windows: int
+    leased_bytes: int
+
+
 class Reader:
     """Serves Fetch streams.
 
     Args:
         catalog: what exists.
         tiers: where it is.
-        window_bytes: bytes of objects that one stream pins at a time.
-        leased_bytes: bytes that all streams pin at a time.
+        limits: how much is pinned at a time.
         timeout_s: longest wait for one window to come from Redis, or for other streams' pins.
         before_rows: called before the rows of each piece are sent; tests hold bulk rows back here.
     """
@@ -118,20 +131,19 @@ class Reader:
         catalog: Catalog,
         tiers: Tiers,
         *,
-        window_bytes: int,
-        leased_bytes: int,
+        limits: PinLimits,
         timeout_s: float,
         before_rows: Callable[[Kind], None] | None = None,
     ) -> None:
         self._catalog = catalog
         self._tiers = tiers
-        self._window_bytes = min(window_bytes, leased_bytes)
-        self._leased_bytes = leased_bytes
-        self._budget = PinBudget(leased_bytes)
+        self._window_bytes = min(limits.window_bytes, limits.leased_bytes)
+        self._leased_bytes = limits.leased_bytes
+        self._budget = PinBudget(limits.leased_bytes)
         self._timeout_s = timeout_s
         self._before_rows = before_rows
         self._ahead = LookAhead(
-            self._pin_early, self._let_go, self._budget, WINDOWS * self._window_bytes
+            self._pin_early, self._let_go, self._budget, limits.ahead_windows, self._window_bytes
         )
 
     def close(self) -> None:

@@ -17,10 +17,10 @@ from tailreplay.store.redis_endpoint import RedisEndpoint
 pytestmark = pytest.mark.redis
 
 MIB = 1 << 20
-TOKENS = 2100
-"""41 objects and a state."""
+TOKENS = 1300
+"""27 objects and a state."""
 
-PREFIXES = [Prefix(i.to_bytes(32, "big"), range(i, i + TOKENS)) for i in range(24)]
+PREFIXES = [Prefix(i.to_bytes(32, "big"), range(i, i + TOKENS)) for i in range(18)]
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def whole(client: Client, prefixes=PREFIXES) -> set[int]:
 def test_a_server_that_dies_takes_whole_prompts_along_and_leaves_the_others_whole(
     servers, settings
 ):
-    """Placed object by object nearly every prompt lost some of its 42."""
+    """Placed object by object nearly every prompt lost some of its 28."""
     everyone = set(range(len(PREFIXES)))
     share = {i for i, prefix in enumerate(PREFIXES) if server_of(servers, prefix) == 1}
     with serve_in_thread(**settings) as served, closing(Client(served.address)) as client:
