@@ -30,9 +30,9 @@ from torch import Tensor
 from tailreplay.connector.client import StoreClient
 from tailreplay.connector.hf import CachePolicy, HybridEngine
 from tailreplay.connector.hf_model import HybridModel
-from tailreplay.connector.plan import CONV_ROWS
 from tailreplay.connector.stored import stored_prefix
 from tailreplay.connector.tail_figures import BUDGETS, unpack
+from tailreplay.connector.tail_plan import CONV_ROWS
 from tailreplay.replay.tail_error import span_tails, tried_lengths
 from tailreplay.store import serve_in_thread
 from tailreplay.store.tokens import extended_tokens

@@ -18,6 +18,7 @@ from tailreplay.connector.calibration import Calibration
 from tailreplay.connector.client import NotAsked, StoreClient, default_address
 from tailreplay.connector.device_load import DeviceLoad
 from tailreplay.connector.device_pool import DevicePool
+from tailreplay.connector.fetch_plan import FetchPlan, ModelShape
 from tailreplay.connector.hf_keep import keep_on_device
 from tailreplay.connector.hf_model import HybridModel, UnsupportedModel, guard_triton
 from tailreplay.connector.hf_run import Prefilled, PromptRun
@@ -25,7 +26,7 @@ from tailreplay.connector.identity import MAX_DIGESTED_BYTES, model_semantics
 from tailreplay.connector.load import Load, LoadFailed
 from tailreplay.connector.outgoing import outgoing
 from tailreplay.connector.payload import PayloadCodec
-from tailreplay.connector.plan import FetchPlan, ModelShape, plan_fetch, plan_put, plan_repair
+from tailreplay.connector.plan import plan_fetch, plan_put, plan_repair
 from tailreplay.connector.policy import CachePolicy
 from tailreplay.connector.report import Report
 from tailreplay.connector.stored import NOTHING, StoredPrefix, stored_prefix

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tailreplay.connector.fetch_plan import FetchPlan
 from tailreplay.connector.hf_as_of import as_of
-from tailreplay.connector.plan import FetchPlan, prefill_cuts
+from tailreplay.connector.plan import prefill_cuts
 from tailreplay.replay.hidden_rows import HiddenRows
 from tailreplay.replay.linear_state import LinearState
 from tailreplay.replay.tail_error import DecayTrace

@@ -16,28 +16,15 @@ from tailreplay.connector.fetch_plan import (
     state_ranges,
     with_ranges,
 )
-from tailreplay.connector.stored import StoredCheckpoint, StoredPrefix
+from tailreplay.connector.stored import StoredPrefix
 from tailreplay.connector.tail_figures import tails_within
-from tailreplay.connector.tail_plan import CONV_ROWS, plan_tail, plan_tail_within, tail_rows
+from tailreplay.connector.tail_plan import plan_tail, plan_tail_within
 from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from tailreplay.connector.policy import CachePolicy
-
-__all__ = [
-    "CONV_ROWS",
-    "FetchPlan",
-    "ModelShape",
-    "StoredCheckpoint",
-    "StoredPrefix",
-    "plan_fetch",
-    "plan_put",
-    "plan_repair",
-    "prefill_cuts",
-    "tail_rows",
-]
 
 
 def plan_fetch(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from tailreplay.connector.plan import FetchPlan
+    from tailreplay.connector.fetch_plan import FetchPlan
     from tailreplay.store.objects import Kind
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tailreplay.connector.plan import FetchPlan
+    from tailreplay.connector.fetch_plan import FetchPlan
     from tailreplay.store.tokens import ExtendedTokens
 
 IDLE_S = 0.005

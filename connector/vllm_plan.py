@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tailreplay.connector.plan import FetchPlan, ModelShape, plan_fetch
+from tailreplay.connector.fetch_plan import FetchPlan, ModelShape
+from tailreplay.connector.plan import plan_fetch
 from tailreplay.connector.stored import StoredCheckpoint, StoredPrefix
 from tailreplay.connector.vllm_meta import LOCAL
 

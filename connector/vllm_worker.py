@@ -31,7 +31,7 @@ from tailreplay.store.objects import KV_BLOCK_TOKENS
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tailreplay.connector.plan import FetchPlan
+    from tailreplay.connector.fetch_plan import FetchPlan
     from tailreplay.connector.vllm_capture import Capture
     from tailreplay.connector.vllm_meta import KeepOp, LastState
 

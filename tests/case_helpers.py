@@ -17,12 +17,13 @@ from tiny_models import random_tokens, relative_max, tiny_qwen
 from waiting import until
 
 from tailreplay.connector.client import StoreClient
+from tailreplay.connector.fetch_plan import FetchPlan, ModelShape
 from tailreplay.connector.hf import CachePolicy, Generation, HybridEngine
 from tailreplay.connector.hf_model import HybridModel
 from tailreplay.connector.hf_run import Prefilled, PromptRun
 from tailreplay.connector.load import Load
 from tailreplay.connector.payload import PayloadCodec
-from tailreplay.connector.plan import FetchPlan, ModelShape, plan_fetch
+from tailreplay.connector.plan import plan_fetch
 from tailreplay.connector.report import Report
 from tailreplay.connector.stored import stored_prefix
 from tailreplay.proto import store_pb2 as pb

@@ -8,18 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailreplay.connector.plan import (
-    ModelShape,
-    plan_fetch,
-    plan_put,
-    plan_repair,
-    prefill_cuts,
-    tail_rows,
-)
+from tailreplay.connector.fetch_plan import ModelShape
+from tailreplay.connector.plan import plan_fetch, plan_put, plan_repair, prefill_cuts
 from tailreplay.connector.policy import CachePolicy
 from tailreplay.connector.stored import NOTHING, StoredCheckpoint, StoredPrefix, stored_prefix
 from tailreplay.connector.tail_figures import pack, tails_within
-from tailreplay.connector.tail_plan import HIDDEN_ROW_WORK, TOKENS_ERROR
+from tailreplay.connector.tail_plan import HIDDEN_ROW_WORK, TOKENS_ERROR, tail_rows
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.objects import Kind
 

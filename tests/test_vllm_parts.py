@@ -11,9 +11,9 @@ import torch
 from vllm_fakes import config, dims, request, rows
 
 from tailreplay.connector.client import StoreClient
+from tailreplay.connector.fetch_plan import FetchPlan
 from tailreplay.connector.load import Load
 from tailreplay.connector.payload import PayloadCodec
-from tailreplay.connector.plan import FetchPlan
 from tailreplay.connector.stored import StoredCheckpoint
 from tailreplay.connector.vllm_config import check_supported, is_tested, settings_of
 from tailreplay.connector.vllm_keep import Keeper

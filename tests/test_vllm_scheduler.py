@@ -28,9 +28,10 @@ from vllm_fakes import (
 )
 
 from tailreplay.connector.client import StoreClient
+from tailreplay.connector.fetch_plan import ModelShape
 from tailreplay.connector.payload import PayloadCodec
-from tailreplay.connector.plan import ModelShape, StoredCheckpoint, StoredPrefix
 from tailreplay.connector.policy import CachePolicy
+from tailreplay.connector.stored import StoredCheckpoint, StoredPrefix
 from tailreplay.connector.vllm_config import check_supported
 from tailreplay.connector.vllm_keep import Keeper
 from tailreplay.connector.vllm_local import LocalStates

@@ -6,7 +6,7 @@ import torch
 from mini.forward import Net, Stored, extend, replay, replay_tokens
 from torch import Tensor
 
-from tailreplay.connector.plan import CONV_ROWS
+from tailreplay.connector.tail_plan import CONV_ROWS
 
 RATIO = 0.1
 BESIDE = ("tail 10% fp8", "tail 10%, no hiddens")

@@ -7,16 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tailreplay.connector.plan import (
-    FetchPlan,
-    ModelShape,
-    StoredCheckpoint,
-    StoredPrefix,
-    plan_fetch,
-    plan_put,
-    prefill_cuts,
-)
+from tailreplay.connector.fetch_plan import FetchPlan, ModelShape
+from tailreplay.connector.plan import plan_fetch, plan_put, prefill_cuts
 from tailreplay.connector.policy import CachePolicy
+from tailreplay.connector.stored import StoredCheckpoint, StoredPrefix
 from tailreplay.store.arrivals import Arrived
 from tailreplay.store.catalog import Catalog, records_on
 from tailreplay.store.chain import digest_key

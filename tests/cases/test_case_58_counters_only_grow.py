@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_objects import Client, Prefix, span_range
 
-from tailreplay.connector.plan import ModelShape, StoredCheckpoint, StoredPrefix
+from tailreplay.connector.fetch_plan import ModelShape
 from tailreplay.connector.policy import CachePolicy
+from tailreplay.connector.stored import StoredCheckpoint, StoredPrefix
 from tailreplay.connector.vllm_plan import Asked, Tracked, hit_plan
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
