@@ -23,6 +23,7 @@ except ImportError:  # it is built where there is a C compiler, and runs where t
     _compiled = None
 
 _PIECE_BYTES = 256 << 10
+"""Read before they are checksummed: fewer than the processor's cache has."""
 
 
 def receive_rows(
@@ -62,7 +63,9 @@ def contiguous(rows: npt.NDArray[np.uint8]) -> list[memoryview]:
     if rows.flags.c_contiguous:
         return [rows.reshape(-1).data]
     if rows.strides[1:] != (rows.shape[2], 1):
-        raise ValueError(f"a unit of {rows.shape} with strides {rows.strides} is not contiguous")
+        raise ValueError(
+            f"rows of shape {rows.shape} have strides {rows.strides}, wanted each unit contiguous"
+        )
     return [unit.reshape(-1).data for unit in rows]
 
 

@@ -1,12 +1,15 @@
 """Rows off a socket, with and without the compiled part."""
 
+import fcntl
 import random
 import signal
 import socket
+import termios
 import threading
 
 import numpy as np
 import pytest
+from waiting import until
 
 from tailreplay.store import receiving
 from tailreplay.store.checksum import crc32c
@@ -119,16 +122,24 @@ def test_what_came_before_the_timeout_counts_however_little(ends):
         pytest.skip("the compiled part was not built")
     reader, writer = ends
     reader.settimeout(1)
-    # It waits for all that is left to wake up once, and is late for that.
-    steps = [threading.Timer(0.6, writer.sendall, [DATA[:6000]])]
-    steps.append(threading.Timer(1.2, writer.sendall, [DATA[6000:10_000]]))
-    for step in steps:
-        step.start()
+    # Over TCP it waits for all that is left to wake up once, and is late for that.
     rows = np.zeros((2, 50, 100), np.uint8)
+
+    def send():
+        writer.sendall(DATA[:6000])
+        until(lambda: not waiting_bytes(reader))  # it has taken them
+        writer.sendall(DATA[6000:10_000])
+
+    sender = threading.Timer(0.1, send)
+    sender.start()
     crc, _ = receiving.receive_rows(reader, rows, bytearray(80))
     assert crc == crc32c(DATA[:10_000].data)
-    for step in steps:
-        step.join()
+    sender.join()
+
+
+def waiting_bytes(sock):
+    """Bytes that have come to a socket and were not read."""
+    return int.from_bytes(fcntl.ioctl(sock, termios.FIONREAD, bytes(4)), "little")
 
 
 def test_another_thread_ends_it(receive_rows, ends):
