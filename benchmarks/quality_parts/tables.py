@@ -31,7 +31,7 @@ def tables(name: str, rows: list[Row]) -> Iterator[str]:
     totals = [row for row in rows if row["tokens"] == "all"]
     each = [row for row in rows if row["tokens"] != "all"]
     lengths = {row["tokens"] for row in each}
-    where = f", {lengths.copy().pop()} tokens" if len(lengths) == 1 else ""
+    where = f", {next(iter(lengths))} tokens" if len(lengths) == 1 else ""
     yield f"#### `{name}`{where}: {max(row['contexts'] for row in each)} contexts a row\n"
     yield "By way of serving, all lengths (of text: top tokens that are full's), 95% intervals:\n"
     yield from _by_way(totals)
