@@ -77,6 +77,7 @@ class Principal:
 
 
 ANYONE = Principal(Role.ANYONE, shared_memory=True)
+ADMINISTRATOR = Principal(Role.ADMIN)
 
 
 def _scoped(tenant: str, namespace: bytes) -> bytes:

@@ -26,6 +26,7 @@ NONE = -1
 _MANY = -2
 PAGES = KV_BLOCK_TOKENS // PAGE_TOKENS
 _MORE_ROWS = 32
+"""Rows by which the columns grow."""
 _TIES = 8
 """Siblings on each side that are looked at for one that shares as many tokens and has KV."""
 

@@ -35,9 +35,8 @@ if TYPE_CHECKING:
 
     from tailreplay.store.arrivals import Arrived
     from tailreplay.store.geometry import Geometry
-    from tailreplay.store.objects import ObjectName
     from tailreplay.store.prompt import Prompt
-    from tailreplay.store.quota import Limits
+    from tailreplay.store.quota import Limits, TierName
     from tailreplay.store.shared_index import SharedIndex
     from tailreplay.store.tiers import Tiers
     from tailreplay.store.views import BlockName, Match, Path
@@ -454,7 +453,7 @@ class Catalog:
                 "redis_pending_bytes": self._claims.pending_bytes,
             }
 
-    def tier_figures(self) -> dict[tuple[str, Kind], tuple[int, int]]:
+    def tier_figures(self) -> dict[tuple[TierName, Kind], tuple[int, int]]:
         """Objects and bytes by tier ('cpu', 'redis') and kind."""
         with self._lock:
             return self._sums.by_tier()

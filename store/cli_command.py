@@ -200,7 +200,14 @@ def command(
 def called(
     url: str, stub: Callable[[grpc.Channel], Any], rpc_name: str, request: Message, timeout_s: float
 ) -> Any:  # noqa: ANN401 - as the RPC says
-    """Calls an RPC.
+    """Calls an RPC with the credentials of the command line.
+
+    Args:
+        url: of the store.
+        stub: makes the service's stub.
+        rpc_name: as the service has it.
+        request: what is asked.
+        timeout_s: how long it may take.
 
     Raises:
         InvalidRequest: the address, or a file of the credentials, is of no use.

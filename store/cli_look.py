@@ -19,18 +19,14 @@ app = typer.Typer()
 
 
 @command(app)
-def describe(
-    asked: Asked,
-) -> None:
+def describe(asked: Asked) -> None:
     """What a store is: every setting in force, and its namespaces."""
     answer = asked.store("Describe", pb.DescribeRequest())
     asked.write(plain(answer), cli_tables.describe)
 
 
 @command(app)
-def ping(
-    asked: Asked,
-) -> None:
+def ping(asked: Asked) -> None:
     """Whether a store answers."""
     answer = asked.store("Describe", pb.DescribeRequest())
     facts = {"address": asked.address, "version": answer.version, "serving": True}

@@ -18,9 +18,7 @@ app.add_typer(kvcache, name="kvcache")
 
 
 @command(app, operators=True)
-def pins(
-    asked: Asked,
-) -> None:
+def pins(asked: Asked) -> None:
     """The pins there are."""
     answer = asked.admin("ListPins", pb.ListPinsRequest())
     asked.write(plain(answer), cli_tables.pins)

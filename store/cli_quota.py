@@ -86,9 +86,7 @@ def get_quota(
 
 
 @command(quota, "list", operators=True)
-def list_quotas(
-    asked: Asked,
-) -> None:
+def list_quotas(asked: Asked) -> None:
     """What every tenant uses, and may; names are not known to a store."""
     answer = _listed(asked)
     asked.write(plain(answer), cli_tables.tenants)

@@ -6,14 +6,13 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from tailreplay.proto import store_pb2 as pb
-from tailreplay.store.auth import Principal, Role
+from tailreplay.store.auth import ADMINISTRATOR, Role
 from tailreplay.store.objects import Kind
+from tailreplay.store.tier_bytes import TIERS
 
 if TYPE_CHECKING:
+    from tailreplay.store.auth import Principal
     from tailreplay.store.core import Store
-
-_OPERATOR = Principal(Role.ADMIN)
-_TIERS = {"cpu": pb.TIER_CPU, "redis": pb.TIER_REDIS}
 
 
 def stats_of(store: Store) -> pb.StatsResponse:
@@ -28,7 +27,7 @@ def stats_of(store: Store) -> pb.StatsResponse:
     return pb.StatsResponse(
         **known,
         tiers=[
-            pb.TierBytes(tier=_TIERS[tier], kind=pb.Kind.ValueType(kind), objects=n, bytes=size)
+            pb.TierBytes(tier=TIERS[tier], kind=pb.Kind.ValueType(kind), objects=n, bytes=size)
             for (tier, kind), (n, size) in sorted(store.catalog.tier_figures().items())
         ],
         pool_bytes=store.tiers.pool_bytes,
@@ -95,7 +94,7 @@ def _may_see(namespace: bytes, sent: bytes, caller: Principal) -> bool:
 
 
 def _is_public(store: Store, namespace: bytes, sent: bytes) -> bool:
-    return store.catalog.public.has_any(namespace) or _OPERATOR.scoped(sent) == namespace
+    return store.catalog.public.has_any(namespace) or ADMINISTRATOR.scoped(sent) == namespace
 
 
 def _capacity(pool_bytes: int, tokens: int, taken_bytes: int) -> int:

@@ -7,10 +7,10 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tailreplay.store.errors import StoreUnavailable
-from tailreplay.store.tier_bytes import count_in
+from tailreplay.store.tier_bytes import count_in, tier_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -63,6 +63,19 @@ class Erased:
         """Objects that have gone, in each tier."""
         return sum(n for (_, _, what), n in self.removed.items() if what == "objects")
 
+    def counts(self) -> dict[str, Any]:
+        """Fields that the answers to an erasure have in common."""
+        return {
+            "removed": tier_bytes(self.removed),
+            "overwritten_bytes": self.overwritten_bytes,
+            "held_objects": self.held,
+            "redis_keys_deleted": self.redis_keys,
+            "cpu_objects_left": self.left_in_cpu,
+            "redis_keys_left": self.left_in_redis,
+            "stores": self.stores,
+            "silent_stores": self.silent_stores,
+        }
+
     def add(self, other: Erased) -> None:
         """Adds what was done in a CPU tier elsewhere, or once more."""
         self.removed.update(other.removed)
@@ -97,9 +110,7 @@ class Eraser:
             StoreUnavailable: Redis does not answer; the CPU tier has been cleared.
         """
         done = Erased()
-        every = self._catalog.select
-        records = every(lambda _: True) if namespaces is None else self._all_of(namespaces)
-        self._drop(records, done, in_redis=True)
+        self._drop(self._all_of(namespaces), done, in_redis=True)
         spaces = self._catalog.namespaces() if namespaces is None else namespaces
         try:
             self._delete_in_redis(spaces, done, None)
@@ -145,8 +156,9 @@ class Eraser:
         except StoreUnavailable as error:
             logger.debug("not all of a namespace is listed: %s", error)
 
-    def _all_of(self, namespaces: Collection[bytes]) -> list[Record]:
-        return self._catalog.select(lambda r: r.name.namespace in namespaces)
+    def _all_of(self, namespaces: Collection[bytes] | None) -> list[Record]:
+        """What there is of namespaces; None = of all."""
+        return self._catalog.select(lambda r: namespaces is None or r.name.namespace in namespaces)
 
     def _behind(self, namespace: bytes, block: bytes) -> list[Record]:
         is_open = self._catalog.public.has

@@ -52,7 +52,7 @@ class Erasures:
         self._eraser = eraser
         self._here = here
         self._patience_s = patience_s
-        # Touched by `tick` and `join` alone: when this store last said that it lives.
+        # Touched by `tick` alone: when this store last said that it lives.
         self._lived_at_s = -math.inf
         # Guarded by _lock: erasures that need nothing more here; None before it has joined.
         self._lock = threading.Lock()

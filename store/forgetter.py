@@ -86,16 +86,9 @@ class Forgetter:
             raise
         logger.info("erased a tenant: %d objects", done.objects)
         return pb.EraseResponse(
-            removed=tier_bytes(done.removed),
             namespaces=len(done.namespaces),
-            overwritten_bytes=done.overwritten_bytes,
-            held_objects=done.held,
-            redis_keys_deleted=done.redis_keys,
-            cpu_objects_left=done.left_in_cpu,
-            redis_keys_left=done.left_in_redis,
             has_redis=self._ledger is not None,
-            stores=done.stores,
-            silent_stores=done.silent_stores,
+            **done.counts(),
         )
 
     def erase_here(self, erasure: Erasure) -> Erased:

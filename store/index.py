@@ -263,7 +263,7 @@ class TokenIndex:
         return [Node(self, row) for row in self._rows_to(namespace, leaf)]
 
     def snapshot(self, rows: Sequence[int], *, hidden: bool = True) -> Path:
-        """The objects of some blocks, without the hidden pages, four a block, if so asked."""
+        """The objects of some blocks; their hidden pages, PAGES a block, only if so asked."""
         kinds = (Kind.KV, Kind.HIDDEN) if hidden else (Kind.KV,)
         return Path(*(tuple(self.records_of(rows, kind)) for kind in kinds))
 
@@ -386,7 +386,13 @@ class TokenIndex:
     def records_of(
         self, rows: Iterable[int], kind: Kind, *, stored: bool = False
     ) -> Iterator[Record]:
-        """Objects of some blocks, all of one namespace, ascending by token; or those that exist."""
+        """Objects of some blocks, all of one namespace, ascending by token.
+
+        Args:
+            rows: the blocks.
+            kind: of the objects.
+            stored: whether only those are wanted that exist.
+        """
         states = self.objects.states
         namespace = placed_by = b""
         head = NONE

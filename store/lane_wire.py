@@ -50,6 +50,7 @@ _IOV_MAX = 512
 _STEP_BYTES = 1 << 20
 _LEAST_WAIT_S = 0.001
 _NEAR_BYTES = 512 << 10
+"""Send buffer of a lane within one machine; the kernel doubles it."""
 
 
 class Request(enum.IntEnum):

@@ -43,6 +43,7 @@ _SCAN_COUNT = 1000
 _DAY_S = 24 * 3600
 _OWNER_DAYS = 3
 _FEW = 8
+"""Namespaces for each of which Redis is scanned by itself; more are looked for in one scan."""
 _PUBLIC = b"public"
 _PUBLISHED = struct.Struct("<32sd")
 
@@ -176,7 +177,6 @@ class Ledger:
         spaces = {space: space.hex().encode() for space in namespaces}
         hexes = set(spaces.values())
         in_hex = {name.hex().encode() for name in names or ()}
-        # Many namespaces are gone through at once, a few are for Redis to tell from others.
         few = spaces if len(spaces) <= _FEW else {b"": b""}
         patterns = [literal(manifests + space) + b"*" for space in few]
         patterns += [literal(payloads + space) + b"*" for space in few.values()]

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tailreplay.store.windows import Piece
 
 _THREADS = 8
+"""Loads of all streams at a time."""
 
 
 class LookAhead:
@@ -34,6 +35,10 @@ class LookAhead:
         budget: what all readers may pin; nothing is begun that would leave less than half of it.
         windows: that a stream has under way beside the one that it sends.
         window_bytes: most that each of them has on average.
+
+    Attributes:
+        closing: set when nothing under way is wanted any more.
+        threads: on which windows are pinned.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class Early:
         self.records = list(records)
         self.size = size
         self._ahead = ahead
+        # Set by the reader's thread alone, and only once; read by the one that loads.
         self._dropped = False
         self._came: Future[list[Pinned | Miss]] = ahead.threads.submit(
             ahead.pin, self.records, lambda: self._dropped or ahead.closing.is_set() or is_gone()
@@ -118,6 +124,7 @@ class Stream:
         self._ahead = ahead
         self._windows = windows
         self._is_gone = is_gone
+        # Touched by the reader's thread alone: windows that may be cut ahead, and those that are.
         self._most = ahead.windows
         self._next: deque[tuple[list[Piece], Early | None]] = deque()
 

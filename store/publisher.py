@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import tokens as wire_tokens
-from tailreplay.store.auth import Principal, Role
+from tailreplay.store.auth import ADMINISTRATOR
 from tailreplay.store.chain import PrefixChain
 from tailreplay.store.eraser import Erased
 from tailreplay.store.erasure_ledger import Erasure
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_OPERATOR = Principal(Role.ADMIN)
 _READ_AGAIN_S = 1.0
 
 
@@ -129,15 +128,8 @@ class Publisher:
             self._unerased.pop(name, None)
         return pb.RemovePublicResponse(
             kept_tokens=prefix.tokens - len(own) * KV_BLOCK_TOKENS,
-            removed=tier_bytes(done.removed),
-            overwritten_bytes=done.overwritten_bytes,
-            held_objects=done.held,
-            redis_keys_deleted=done.redis_keys,
-            cpu_objects_left=done.left_in_cpu,
-            redis_keys_left=done.left_in_redis,
             has_redis=self._ledger is not None,
-            stores=done.stores,
-            silent_stores=done.silent_stores,
+            **done.counts(),
         )
 
     def all(self) -> pb.ListPublicResponse:
@@ -200,7 +192,7 @@ class Publisher:
         """
         checked_namespace(namespace)
         known = namespace in self._catalog.spaces() or self._public.has_any(namespace)
-        kept = namespace if known else _OPERATOR.scoped(namespace)
+        kept = namespace if known else ADMINISTRATOR.scoped(namespace)
         if self._catalog.quotas.owner(kept):
             raise InvalidRequest(
                 f"namespace {namespace.hex()} is a tenant's, wanted one that is stored with an "

@@ -32,6 +32,7 @@ EXISTS = IN_CPU | IN_REDIS
 _NAME_BYTES = 32
 
 _MORE_ROWS = 128
+"""Rows by which the columns grow."""
 
 
 class Record:

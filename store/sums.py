@@ -31,8 +31,8 @@ class Sums:
         self._quotas = quotas
         self.kv_blocks = 0
         self._pooled: dict[bytes, tuple[int, int]] = {}
-        self._objects: Counter[tuple[str, Kind]] = Counter()
-        self._sizes: Counter[tuple[str, Kind]] = Counter()
+        self._objects: Counter[tuple[TierName, Kind]] = Counter()
+        self._sizes: Counter[tuple[TierName, Kind]] = Counter()
 
     def place(
         self, record: Record, *, in_cpu: bool | None = None, in_redis: bool | None = None
@@ -49,7 +49,7 @@ class Sums:
         if record.name.kind is Kind.KV:
             self.kv_blocks += int(record.exists) - int(existed)
 
-    def by_tier(self) -> dict[tuple[str, Kind], tuple[int, int]]:
+    def by_tier(self) -> dict[tuple[TierName, Kind], tuple[int, int]]:
         """Objects and bytes by tier ('cpu', 'redis') and kind."""
         return {key: (n, self._sizes[key]) for key, n in self._objects.items() if n}
 

@@ -10,7 +10,7 @@ from store_objects import Prefix, put_frames
 from tokens_file import TENANTS, write_tokens
 
 from tailreplay.proto import store_pb2 as pb
-from tailreplay.store.auth import Principal, Role
+from tailreplay.store.auth import ADMINISTRATOR as ROOT
 from tailreplay.store.config import StoreConfig
 from tailreplay.store.core import Store
 from tailreplay.store.errors import InvalidRequest, StoreUnavailable
@@ -20,7 +20,6 @@ from tailreplay.store.tokens import to_wire
 
 KV, HIDDEN, CHECKPOINT = Kind
 BLOCK = KV_BLOCK_TOKENS
-ROOT = Principal(Role.ADMIN)
 
 
 @pytest.fixture(scope="module")
