@@ -12,8 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from blake3 import blake3
 
+from tailreplay.connector import hf_weights
 from tailreplay.connector.calibration import Calibration
 from tailreplay.connector.client import NotAsked, StoreClient, default_address
 from tailreplay.connector.device_load import DeviceLoad
@@ -21,18 +21,16 @@ from tailreplay.connector.device_pool import DevicePool
 from tailreplay.connector.fetch_plan import FetchPlan, ModelShape
 from tailreplay.connector.hf_keep import keep_on_device
 from tailreplay.connector.hf_model import HybridModel, UnsupportedModel, guard_triton
+from tailreplay.connector.hf_outgoing import Outgoing
 from tailreplay.connector.hf_run import Prefilled, PromptRun
-from tailreplay.connector.identity import MAX_DIGESTED_BYTES, model_semantics
+from tailreplay.connector.identity import model_semantics
 from tailreplay.connector.load import Load, LoadFailed
-from tailreplay.connector.outgoing import outgoing
 from tailreplay.connector.payload import PayloadCodec
-from tailreplay.connector.plan import plan_fetch, plan_put, plan_repair
+from tailreplay.connector.plan import plan_fetch, plan_repair
 from tailreplay.connector.policy import CachePolicy
 from tailreplay.connector.report import Report
 from tailreplay.connector.stored import NOTHING, StoredPrefix, stored_prefix
-from tailreplay.connector.tail_figures import pack, unpack
 from tailreplay.proto import store_pb2 as pb
-from tailreplay.replay.tail_error import span_tails
 from tailreplay.store.chain import PrefixChain
 from tailreplay.store.errors import InvalidRequest, StoreUnavailable, TailReplayError
 from tailreplay.store.namespace import NamespaceFields, tenant_digest
@@ -40,12 +38,11 @@ from tailreplay.store.objects import Kind
 from tailreplay.store.tokens import extended_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from torch import Tensor
 
-    from tailreplay.connector.client import ObjectBytes
     from tailreplay.replay.linear_state import LinearState
     from tailreplay.store.tokens import ExtendedTokens
 
@@ -123,7 +120,7 @@ class HybridEngine:
         )
         self.namespace = NamespaceFields(
             model=model_semantics(model.config.to_dict()),
-            weights_id=weights_id or _weights_id(model),
+            weights_id=weights_id or hf_weights.weights_id(model),
             tokenizer_id=tokenizer_id,
             tenant_salt=tenant,
             kv_dtype=str(self._model.dtype),
@@ -307,7 +304,7 @@ class HybridEngine:
             logger.debug("a page stays unstored: %s", failure)
         if self._device_pool is not None:
             keep_on_device(self._device_pool, self._codec, prompt.chain, done)
-        objects = self._objects(done, outcome.stored, prompt)
+        objects = self._outgoing(prompt).missing(done, outcome.stored, len(prompt.tokens))
         timeout_s = prompt.policy.put_timeout_s
         try:
             self._client.put(
@@ -339,8 +336,7 @@ class HybridEngine:
             if load.ranges:
                 self._start(load, outcome.stored)
             states = run.rebuild(plan, load, outcome.done.kv)
-            pack = partial(self._codec.pack_checkpoint, states)
-            state = self._object(prompt.chain, Kind.CHECKPOINT, (m - 1, m), pack)
+            state = self._outgoing(prompt).checkpoint(states, m)
             self._client.put(
                 self.namespace,
                 prompt.tokens[:m],
@@ -357,49 +353,8 @@ class HybridEngine:
         if outcome.plan.budget is not None:
             self.calibration.observe(outcome.plan.budget, error)
 
-    def _objects(
-        self, done: Prefilled, stored: StoredPrefix, prompt: _Prompt
-    ) -> Iterator[ObjectBytes]:
-        """What the store lacks; each is packed when it is sent."""
-        wanted = [*plan_put(stored, len(prompt.tokens), done.hidden_from)]
-        figures = self._tail_figures(done, stored, wanted)
-        for kind, first, end in wanted:
-            if kind is Kind.KV:
-                pack = partial(self._codec.pack_kv, done.kv, first, end)
-            elif done.hidden:
-                start = done.hidden_from
-                pack = partial(self._codec.pack_hidden, done.hidden, first - start, end - start)
-            else:
-                continue
-            own = figures.get(first, b"") if kind is Kind.HIDDEN else b""
-            yield self._object(prompt.chain, kind, (first, end), pack, own)
-        known = {checkpoint.token for checkpoint in stored.checkpoints}
-        for token in sorted(done.states.keys() - known):
-            pack = partial(self._codec.pack_checkpoint, done.states[token])
-            yield self._object(prompt.chain, Kind.CHECKPOINT, (token - 1, token), pack)
-
-    def _tail_figures(
-        self, done: Prefilled, stored: StoredPrefix, wanted: Sequence[tuple[Kind, int, int]]
-    ) -> dict[int, bytes]:
-        """How long a tail must be in each page that is to be put, by the page's first token."""
-        pages = [(first, end) for kind, first, end in wanted if kind is Kind.HIDDEN]
-        if not pages or not self._shape.hidden_sources:
-            return {}
-        known = torch.from_numpy(unpack(stored.figures_at(done.trace.first)))
-        tails = span_tails(
-            done.trace, self._model.group_places, pages, known if len(known) else None
-        )
-        return {first: pack(tails[i].numpy()) for i, (first, _) in enumerate(pages)}
-
-    def _object(
-        self,
-        chain: PrefixChain,
-        kind: Kind,
-        span: tuple[int, int],
-        pack: Callable[[], memoryview],
-        figures: bytes = b"",
-    ) -> ObjectBytes:
-        return outgoing(self.namespace, chain, self._codec.geometry[kind], span, pack, figures)
+    def _outgoing(self, prompt: _Prompt) -> Outgoing:
+        return Outgoing(self.namespace, prompt.chain, self._model, self._codec)
 
     def _checked(self, token_ids: Sequence[int], max_new_tokens: int) -> ExtendedTokens:
         tokens = extended_tokens(token_ids)
@@ -458,21 +413,3 @@ def _check_model(model: Any) -> None:  # noqa: ANN401 - whatever the caller has
         raise UnsupportedModel(f"model is {model!r:.80}, wanted a causal LM of Transformers")
     if model.training:
         raise UnsupportedModel("model is in training mode, wanted eval mode: call model.eval()")
-
-
-def _weights_id(model: Any) -> str:  # noqa: ANN401 - any Transformers model
-    """Digest of the weights, or random where that would take too long."""
-    state = model.state_dict()
-    if sum(t.numel() * t.element_size() for t in state.values()) > MAX_DIGESTED_BYTES:
-        logger.warning(
-            "weights are larger than %d bytes and have no identity: nothing is shared with other "
-            "processes; pass weights_id, the same for all engines that run these weights",
-            MAX_DIGESTED_BYTES,
-        )
-        return f"random:{secrets.token_hex(16)}"
-    hasher = blake3()
-    for name, tensor in sorted(state.items()):
-        data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-        hasher.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:{len(data)};".encode())
-        hasher.update(data)
-    return f"blake3:{hasher.hexdigest()}"
