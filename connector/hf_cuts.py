@@ -7,7 +7,6 @@ module again for each further piece.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import threading
 from contextlib import ExitStack, contextmanager
@@ -15,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from tailreplay.connector.hf_views import up_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,10 +56,7 @@ class _Cut:
         if threading.get_ident() != self._owner:
             return None
         self._whole = given["hidden_states"]
-        # OLMo-Hybrid asks whether the cache's last linear layer has a state, and takes it for an
-        # answer about its own: so here each layer is the last.
-        own = copy.copy(given["cache_params"])
-        own.layers = own.layers[: self._layer + 1]
+        own = up_to(given["cache_params"], self._layer)
         first = self._whole[:, : self._rows[0]]
         return args, given | {"hidden_states": first, "cache_params": own}
 

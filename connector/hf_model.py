@@ -6,7 +6,6 @@ with Transformers 5.19, where a forward takes `past_key_values=`, and 5.24, wher
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import inspect
 import sys
@@ -22,6 +21,7 @@ from transformers import DynamicCache
 
 from tailreplay.connector.hf_cuts import in_pieces
 from tailreplay.connector.hf_families import UnsupportedModel, family_of
+from tailreplay.connector.hf_views import up_to
 from tailreplay.replay.groups import FULL, LINEAR, ReplayGroup, replay_groups
 from tailreplay.replay.hidden_rows import HiddenRows
 from tailreplay.replay.linear_state import LinearState
@@ -320,16 +320,12 @@ class HybridModel:
             self.set_states(cache, {last: self._final_state(last, x, start.get(last))})
 
     def _run_layer(self, layer: int, x: Tensor, cache: DynamicCache) -> Tensor:
-        # A linear layer has no use for positions, and without padding none for a mask. OLMo-Hybrid
-        # asks whether the cache's last linear layer has a state, and takes it for an answer about
-        # its own: so here each layer is the last.
-        own = copy.copy(cache)
-        own.layers = cache.layers[: layer + 1]
+        # A linear layer has no use for positions, and without padding none for a mask.
         out = self._layers[layer](
             x,
             position_embeddings=None,
             attention_mask=None,
-            **{self._layer_cache_name: own},
+            **{self._layer_cache_name: up_to(cache, layer)},
         )
         return _tensor(out)
 

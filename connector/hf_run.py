@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tailreplay.connector.fetch_plan import FetchPlan
-from tailreplay.connector.hf_as_of import as_of
+from tailreplay.connector.hf_views import as_of
 from tailreplay.connector.plan import prefill_cuts
 from tailreplay.replay.hidden_rows import HiddenRows
 from tailreplay.replay.linear_state import LinearState

@@ -1,4 +1,4 @@
-"""A Transformers cache as it was some tokens ago, for a forward that KV is known for already."""
+"""Views of a Transformers cache: as it was some tokens ago, and up to a layer."""
 
 from __future__ import annotations
 
@@ -29,6 +29,17 @@ def as_of(cache: DynamicCache, tokens: int) -> DynamicCache:
         else layer
         for layer in cache.layers
     ]
+    return view
+
+
+def up_to(cache: DynamicCache, layer: int) -> DynamicCache:
+    """A view of `cache` in which `layer` is the last.
+
+    OLMo-Hybrid asks whether the cache's last linear layer has a state, and takes it for an answer
+    about the one that runs.
+    """
+    view = copy.copy(cache)
+    view.layers = cache.layers[: layer + 1]
     return view
 
 

@@ -9,8 +9,8 @@ from tiny_models import FAMILIES, random_tokens, relative_l2, relative_max
 
 from tailreplay.connector.client import StoreClient
 from tailreplay.connector.hf import HybridEngine
-from tailreplay.connector.hf_as_of import as_of
 from tailreplay.connector.hf_model import HybridModel
+from tailreplay.connector.hf_views import as_of
 from tailreplay.store import serve_in_thread
 from tailreplay.store.objects import Kind
 
