@@ -20,7 +20,7 @@ PATHS = {
     "both": (True, True),
     "FA alone": (False, True),
     "states alone": (True, False),
-    "none": (False, False),
+    "neither": (False, False),
 }
 """Column -> whether the states are kept, and whether FA sees all of the prefix."""
 
