@@ -91,7 +91,8 @@ def tail_lengths(trace: DecayTrace, groups: Sequence[Sequence[int]], ends: Seque
     """
     if not ends:
         return torch.zeros(0, len(groups), len(BUDGETS), dtype=torch.int64)
-    total, tried = trace.total(), torch.tensor(tried_lengths(max(ends) - trace.first))
+    lengths = tried_lengths(max(ends) - trace.first)
+    total, tried = trace.total(), torch.tensor(lengths, dtype=torch.int64)  # there may be none
     found = []
     for part in torch.split(torch.tensor(ends), _ENDS_AT_ONCE):
         error, there = _predicted(trace, total, part, tried)

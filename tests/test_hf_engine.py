@@ -708,3 +708,15 @@ def test_a_redis_that_is_away_takes_nothing_from_the_answer(redis_server):
         assert_reused(out.report, 299)
         assert_right(out, tokens)
         assert not server.store.stats().redis_healthy
+
+
+@pytest.mark.parametrize("new", [1, 2, 3, 4])
+def test_a_few_tokens_are_stored_alone_and_behind_a_hit(new):
+    """Too few for any tail to be tried in what was prefilled."""
+    few, more = prompt(new, seed=70 + new), fork(SHORT, 299, new)
+    with serve_in_thread(**STORE) as server, replica(server.address) as engine:
+        for tokens in (few, SHORT, more):
+            ask(engine, tokens)
+            out = ask(engine, [*tokens, 7, 8])
+            assert_reused(out.report, len(tokens))
+            assert_right(out, [*tokens, 7, 8])

@@ -83,6 +83,16 @@ def test_a_tail_that_nothing_shortens_is_all_from_the_start_and_not_known_from_l
     assert tail_lengths(trace_of(heads, first=1), [[0]], [640]).tolist() == [[[0] * 3]]
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
+def test_a_trace_too_short_for_any_tail_has_all_from_the_start_or_what_is_known(tokens):
+    start = trace_of([[9.0]], tokens)
+    assert span_tails(start, [[0]], [(0, tokens)]).tolist() == [[[tokens] * 3]]
+    later, known = trace_of([[9.0]], tokens, first=300), torch.tensor([[250, 0, 400]])
+    spans = [(256, 300 + tokens)]
+    assert span_tails(later, [[0]], spans).tolist() == [[[0] * 3]]
+    assert span_tails(later, [[0]], spans, known).tolist() == [[[250 + tokens, 0, 400 + tokens]]]
+
+
 def test_a_span_has_the_longest_tail_of_the_ends_in_it():
     trace = trace_of([[9.0]])
     trace.note_states(500, [torch.full((1, 3, 5), 0.02)])
