@@ -150,8 +150,14 @@ class Stream:
                 return
 
     def begin(self) -> None:
-        """Begins to load what comes next, as much as may be."""
-        while len(self._next) < self._most and (window := next(self._windows, None)) is not None:
+        """Begins to load what comes next, as much as may be.
+
+        Behind a window that needs no loading nothing is looked at yet: it is soon sent.
+        """
+        while len(self._next) < self._most and (not self._next or self._next[-1][1] is not None):
+            window = next(self._windows, None)
+            if window is None:
+                return
             self._next.append((window, self._early(window)))
 
     def give_up(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from google.protobuf.message import DecodeError
@@ -64,16 +64,19 @@ class StoreService(rpc.StoreServicer):
     ) -> Iterator[pb.FetchFrame]:
         """Streams rows; the lease ends with the stream."""
         with self._statuses(context), self._stream(context) as caller:
-            frames = self._store.fetch(
+            fetch = self._store.fetch(
                 request,
                 context.cancel,
                 is_gone=lambda: not context.is_active(),
                 caller=caller,
             )
-            for frame in frames:
-                message = _message(frame)
-                if message is not None:
-                    yield message
+            # Its end takes locks, so it never waits for the garbage collector, which may run in a
+            # thread that holds them.
+            with closing(fetch) as frames:
+                for frame in frames:
+                    message = _message(frame)
+                    if message is not None:
+                        yield message
 
     def Put(
         self, request_iterator: Iterator[pb.PutFrame], context: grpc.ServicerContext

@@ -285,7 +285,7 @@ def test_more_ranges_or_objects_than_any_prefix_has_are_refused(servers, prefix)
 
 
 def test_many_long_ranges_are_not_all_held_in_memory(servers, prefix):
-    """Each of 4096 ranges has three pieces; they are made as their turn comes."""
+    """Each of 4096 ranges has three pieces; they are made as their turn comes, or a bit ahead."""
     ranges = [span_range(Kind.KV, 0, 700)] * 4096
     with serving(servers) as (server, client):
         lane_objects.put(client, prefix)
@@ -297,7 +297,7 @@ def test_many_long_ranges_are_not_all_held_in_memory(servers, prefix):
         reader._pieces = lambda *args: made.append(1) or pieces(*args)
         frames = reader.frames(request)
         next(frames)
-        assert len(made) <= 1400
+        assert len(made) <= 2 * 1400
         frames.close()
 
 
