@@ -163,6 +163,10 @@ class Stream:
     def give_up(self) -> None:
         """Drops what is under way, and begins nothing more: there is no room for it."""
         self._most = 0
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Drops what is under way: the window that comes first needs its share."""
         for early in self._drop():
             early.wait()
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 class PinBudget:
@@ -15,7 +15,7 @@ class PinBudget:
 
     A reader waits for one window at a time, and for none while it holds one, so a wait ends when
     some reader goes on, and at the latest when a stalled one is cut off. What it has ahead of that
-    it takes only if there is plenty.
+    it takes only if there is plenty, and lets go of before it waits.
 
     Args:
         most_bytes: in all; a single window that is larger is let through alone.
@@ -28,11 +28,21 @@ class PinBudget:
         self._held_bytes = 0
 
     @contextmanager
-    def hold(self, size: int, timeout_s: float) -> Iterator[bool]:
-        """Holds `size` bytes for the block; False when they were not to be had in time."""
-        with self._changed:
-            granted = self._changed.wait_for(lambda: self._fits(size), timeout_s)
-            self._held_bytes += size if granted else 0
+    def hold(
+        self, size: int, timeout_s: float, before_waiting: Callable[[], None] = lambda: None
+    ) -> Iterator[bool]:
+        """Holds `size` bytes for the block; False when they were not to be had in time.
+
+        Args:
+            size: bytes.
+            timeout_s: longest wait.
+            before_waiting: releases what the reader took ahead, if they are not there at once.
+        """
+        granted = self._try(size)
+        if not granted:
+            before_waiting()
+            with self._changed:
+                granted = self._changed.wait_for(lambda: self._try(size), timeout_s)
         try:
             yield granted
         finally:
@@ -52,5 +62,8 @@ class PinBudget:
             self._held_bytes -= size
             self._changed.notify_all()
 
-    def _fits(self, size: int) -> bool:
-        return not self._held_bytes or self._held_bytes + size <= self._most_bytes
+    def _try(self, size: int) -> bool:
+        with self._changed:
+            fits = not self._held_bytes or self._held_bytes + size <= self._most_bytes
+            self._held_bytes += size if fits else 0
+        return fits

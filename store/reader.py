@@ -246,7 +246,7 @@ class Reader:
     ) -> Iterator[Frame]:
         live = [p for p in window if p.number not in answer.dead]
         records = {p.record.name: p.record for p in live if p.record is not None}
-        with self._share(early, sum(r.size for r in records.values())) as granted:
+        with self._share(early, sum(r.size for r in records.values()), stream) as granted:
             if granted:
                 with self._tiers.gate.urgent() if is_urgent(live) else nullcontext():
                     if early is None:
@@ -261,10 +261,10 @@ class Reader:
                 yield _missing(piece, pb.MISS_REASON_DEADLINE)
 
     @contextmanager
-    def _share(self, early: Early | None, size: int) -> Iterator[bool]:
+    def _share(self, early: Early | None, size: int, stream: Stream) -> Iterator[bool]:
         """A window's share of what all readers may pin."""
         if early is None:
-            with self._budget.hold(size, self._timeout_s) as granted:
+            with self._budget.hold(size, self._timeout_s, stream.let_go) as granted:
                 yield granted
             return
         try:

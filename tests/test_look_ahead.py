@@ -146,3 +146,33 @@ def test_streams_leave_half_of_the_leases_to_windows_that_are_sent(store):
     for frames in streams:
         assert not [f for f in frames if f.record.kind is RecordKind.MISSING]
     assert is_settled(store)
+
+
+def test_a_window_that_needs_the_share_of_one_ahead_of_it_gets_it(redis_server, tmp_path):
+    """Small, large, small: the third is begun while the first is sent, and the second has no room.
+
+    It waited for its own stream until it was late.
+    """
+    tokens = 256 * 16
+    prefix = Prefix(bytes(32), range(tokens), GEOMETRY | {Kind.KV: WIDE})
+    config = StoreConfig(
+        listen=f"unix://{tmp_path}/t.sock",
+        pool_bytes=16 * MIB,
+        leased_share=0.25,
+        redis_url=redis_server.url,
+        fetch_window_bytes=4 * MIB,
+        redis_patience_s=20,
+    )
+    with closing(Store(config)) as store:
+        store.put(put_frames(prefix, prefix.spans(Kind.KV, Kind.HIDDEN)), lambda: None)
+        until(lambda: not store.stats().redis_pending_bytes)
+        store.catalog.make_room(16 * MIB)
+        wanted = pb.FetchRequest(
+            namespace=prefix.namespace,
+            leaf=prefix.chain.prefix_hash(tokens),
+            ranges=[span_range(Kind.HIDDEN, 0, 64), span_range(Kind.KV, 0, tokens)],
+        )
+        found = [frame.record for frame in store.fetch(wanted, lambda: None)]
+        rows = sum(r.rows * r.units for r in found if r.number and r.kind is RecordKind.ROWS)
+        assert rows == tokens * WIDE.units
+        assert is_settled(store)
