@@ -292,7 +292,12 @@ class HybridEngine:
         elif len(self._puts) >= _MAX_WRITE_BACKLOG:
             prompt.report.event("not_stored:write_backlog")
         else:
-            self._puts.add(self._putter.submit(self._put, run, outcome, prompt))
+            self._submit(self._put, run, outcome, prompt)
+
+    def _submit(self, work: Callable[..., None], *what: object) -> None:
+        put = self._putter.submit(work, *what)
+        put.add_done_callback(_log_crash)
+        self._puts.add(put)
 
     def _put(self, run: PromptRun, outcome: _Outcome, prompt: _Prompt) -> None:
         """Stores what the store lacks of a prompt; a failure is logged and nothing else."""
@@ -321,7 +326,7 @@ class HybridEngine:
         plan = plan_repair(outcome.stored, outcome.plan.used_tokens, self._shape)
         if plan is not None and not self._puts:
             own = replace(prompt, report=Report(secrets.token_hex(8), len(prompt.tokens)))
-            self._puts.add(self._putter.submit(self._repair, plan, outcome, own))
+            self._submit(self._repair, plan, outcome, own)
 
     def _repair(self, plan: FetchPlan, outcome: _Outcome, prompt: _Prompt) -> None:
         """Rebuilds the state at a tail's boundary exactly, stores it, and notes the tail's error.
@@ -401,6 +406,12 @@ def _largest_error(got: dict[int, LinearState], wanted: dict[int, LinearState]) 
     """Relative error of the layer whose recurrent state is off most."""
     pairs = [(got[layer].recurrent, state.recurrent) for layer, state in wanted.items()]
     return max(float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in pairs)
+
+
+def _log_crash(put: Future[None]) -> None:
+    """Says what ended a write-back that nobody foresaw; nobody asks for its result."""
+    if not put.cancelled() and (error := put.exception()) is not None:
+        logger.error("a prompt was not stored", exc_info=error)
 
 
 def _event_name(name: str, wanted: pb.Range) -> str:

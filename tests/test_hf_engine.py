@@ -720,3 +720,24 @@ def test_a_few_tokens_are_stored_alone_and_behind_a_hit(new):
             out = ask(engine, [*tokens, 7, 8])
             assert_reused(out.report, len(tokens))
             assert_right(out, [*tokens, 7, 8])
+
+
+def test_what_nobody_foresaw_in_a_write_back_is_logged_and_the_next_prompt_is_stored(caplog):
+    class Broken(StoreClient):
+        broken = True
+
+        def put(self, *args, **kwargs):
+            if self.broken:
+                raise IndexError("unforeseen")
+            return super().put(*args, **kwargs)
+
+    with (
+        serve_in_thread(**STORE) as server,
+        Broken(server.address) as client,
+        replica(client) as engine,
+    ):
+        ask(engine, SHORT)
+        assert "unforeseen" in caplog.text
+        client.broken = False
+        ask(engine, SHORT)
+        assert ask(engine, [*SHORT, 7]).report["matched_tokens"] == len(SHORT)
