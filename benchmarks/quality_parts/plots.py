@@ -39,6 +39,7 @@ def _ratio_lines(models: dict[str, list[dict[str, Any]]]) -> Iterator[Line]:
             if row["tokens"] == "all" and row["task"] in (
                 "needles in text",
                 "needles packed",
+                "common words",
                 TEXT,
             ):
                 parts = [row["columns"][column]["of_full"][0] for column in columns]
