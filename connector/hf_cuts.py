@@ -56,9 +56,10 @@ class _Cut:
         if threading.get_ident() != self._owner:
             return None
         self._whole = given["hidden_states"]
-        own = up_to(given["cache_params"], self._layer)
+        cache = "cache" if "cache" in given else "cache_params"  # before Transformers 5.24
+        own = up_to(given[cache], self._layer)
         first = self._whole[:, : self._rows[0]]
-        return args, given | {"hidden_states": first, "cache_params": own}
+        return args, given | {"hidden_states": first, cache: own}
 
     def after(
         self,
