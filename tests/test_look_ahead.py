@@ -101,7 +101,9 @@ def test_a_reader_that_leaves_waits_for_nothing_and_leaves_nothing_pinned(store,
     until(lambda: store.tiers._loader._waiters)
     started_s = time.monotonic()
     frames.close()
-    assert time.monotonic() - started_s < 0.15, "less than between two looks at who is gone"
+    took_s = time.monotonic() - started_s
+    still_on = bool(store.tiers._loader._waiters)  # on a slow machine this tells what time can not
+    assert still_on or took_s < 0.15, "less than between two looks at who is gone"
     until(lambda: is_settled(store))
     redis_server.resume()
     names = [PREFIX.name(Kind.KV, 256 * block) for block in range(10, 13)]
