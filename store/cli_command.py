@@ -20,7 +20,7 @@ import typer
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.proto import store_pb2_grpc as rpc
 from tailreplay.store.address import checked_address
-from tailreplay.store.cli_io import CREDENTIALS, Format, fail, write
+from tailreplay.store.cli_io import CREDENTIALS, Format, fail, from_hex, write
 from tailreplay.store.config import default_socket
 from tailreplay.store.errors import (
     InvalidRequest,
@@ -100,7 +100,7 @@ class Asked:
 
     def _named(self, given: str, name: Callable[[pb.NamespaceInfo], bytes]) -> bytes:
         if given:
-            return self._meant(_from_hex(given), name)
+            return self._meant(from_hex("namespace", given, "describe", NAMESPACE_BYTES), name)
         answer: pb.DescribeResponse = self.store("Describe", pb.DescribeRequest())
         found = {name(space) for space in answer.namespaces} - {b""}
         if len(found) != 1:
@@ -242,16 +242,6 @@ def _readable(space: pb.NamespaceInfo) -> bytes:
     """What Match takes for a namespace, if the caller's token reads it; nothing if not."""
     own = space.namespace == space.sent_namespace
     return space.sent_namespace if own or space.is_public else b""
-
-
-def _from_hex(given: str) -> bytes:
-    try:
-        namespace = bytes.fromhex(given)
-    except ValueError:
-        namespace = b""
-    if len(namespace) != NAMESPACE_BYTES:
-        fail(f"namespace is {given!r}, wanted {2 * NAMESPACE_BYTES} hex digits (see `describe`)")
-    return namespace
 
 
 def _which(found: Collection[bytes], answer: pb.DescribeResponse) -> str:

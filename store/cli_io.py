@@ -132,3 +132,22 @@ def fail(message: str) -> NoReturn:
     """Ends the command with a message and code 1."""
     typer.echo(f"tailreplay-store: {message}", err=True)
     raise typer.Exit(1)
+
+
+def from_hex(what: str, given: str, command: str, size: int | None = None) -> bytes:
+    """Bytes given in hex; ends the command if they are none, or not `size`.
+
+    Args:
+        what: they are, and `command` what shows them.
+        given: hex digits.
+        command: see `what`.
+        size: how many bytes are wanted; None = any.
+    """
+    try:
+        found = bytes.fromhex(given)
+    except ValueError:
+        found = None
+    if found is None or (size is not None and len(found) != size):
+        digits = f"{2 * size} hex digits" if size is not None else "hex digits"
+        fail(f"{what} is {given!r}, wanted {digits} (see `{command}`)")
+    return found

@@ -9,7 +9,7 @@ import typer
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import cli_tables
 from tailreplay.store.cli_command import Asked, command
-from tailreplay.store.cli_io import fail, is_left, plain
+from tailreplay.store.cli_io import fail, from_hex, is_left, plain
 from tailreplay.store.cli_quota import Digest, Tenant, tenant_of
 
 app = typer.Typer()
@@ -30,10 +30,7 @@ def unpin(
     pin_id: Annotated[str, typer.Argument(help="as `pin` and `pins` show it")],
 ) -> None:
     """End a pin; code 1 when there is none of that id."""
-    try:
-        request = pb.UnpinRequest(pin_id=bytes.fromhex(pin_id))
-    except ValueError:
-        fail(f"pin_id is {pin_id!r}, wanted hex digits (see `pins`)")
+    request = pb.UnpinRequest(pin_id=from_hex("pin_id", pin_id, "pins"))
     answer = asked.admin("Unpin", request)
     asked.write(plain(answer), cli_tables.facts)
     if not answer.was_there:

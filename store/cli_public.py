@@ -10,7 +10,7 @@ import typer
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import cli_tables
 from tailreplay.store.cli_command import Asked, command
-from tailreplay.store.cli_io import Namespace, fail, is_left, plain, read_prompt
+from tailreplay.store.cli_io import Namespace, fail, from_hex, is_left, plain, read_prompt
 from tailreplay.store.errors import InvalidRequest
 from tailreplay.store.tokens import extended_tokens, to_wire
 
@@ -42,7 +42,7 @@ def add(
         except InvalidRequest as error:
             fail(str(error))
     else:
-        request.prefix_hash = _hash(prefix_hash)
+        request.prefix_hash = from_hex("hash", prefix_hash, "public list")
     request.namespace = asked.public_namespace(namespace)
     asked.write(plain(asked.admin("AddPublic", request)), cli_tables.public_prefix)
 
@@ -56,15 +56,8 @@ def list_public(asked: Asked) -> None:
 @command(public, "remove", operators=True)
 def remove(asked: Asked, prefix_hash: Hash) -> None:
     """Close a prefix, erase it, and count what is left; code 1 unless that is nothing."""
-    request = pb.RemovePublicRequest(prefix_hash=_hash(prefix_hash))
+    request = pb.RemovePublicRequest(prefix_hash=from_hex("hash", prefix_hash, "public list"))
     answer: pb.RemovePublicResponse = asked.admin("RemovePublic", request)
     asked.write(plain(answer), cli_tables.removed)
     if is_left(answer):
         raise typer.Exit(1)
-
-
-def _hash(given: str) -> bytes:
-    try:
-        return bytes.fromhex(given)
-    except ValueError:
-        fail(f"hash is {given!r}, wanted hex digits (see `public list`)")

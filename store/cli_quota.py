@@ -10,7 +10,7 @@ import typer
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import cli_tables
 from tailreplay.store.cli_command import Asked, command
-from tailreplay.store.cli_io import fail, plain, size_of
+from tailreplay.store.cli_io import fail, from_hex, plain, size_of
 from tailreplay.store.namespace import TENANT_BYTES, tenant_digest
 
 app = typer.Typer()
@@ -41,13 +41,7 @@ def tenant_of(name: str, digest: bool) -> bytes:
         fail("tenant is empty, wanted its name")
     if not digest:
         return tenant_digest(name)
-    try:
-        found = bytes.fromhex(name)
-    except ValueError:
-        found = b""
-    if len(found) != TENANT_BYTES:
-        fail(f"tenant is {name!r}, wanted {2 * TENANT_BYTES} hex digits (see `quota list`)")
-    return found
+    return from_hex("tenant", name, "quota list", TENANT_BYTES)
 
 
 @command(quota, "set", operators=True)
