@@ -47,7 +47,7 @@ class _Served(DynamicLayer):
     """Keys and values `[1, H, T, d]` of which a forward sees as many as it has run over."""
 
     def __init__(self, keys: Tensor, values: Tensor, tokens: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # Transformers has no types there
         self.lazy_initialization(keys, values)
         self.keys, self.values = keys, values
         self._held = keys, values
@@ -61,7 +61,7 @@ class _Served(DynamicLayer):
         key_states: Tensor,
         value_states: Tensor,
         *args: Any,  # noqa: ANN401 - as Transformers has it
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401 - likewise
     ) -> tuple[Tensor, Tensor]:
         del value_states, args, kwargs
         self._tokens += key_states.shape[-2]

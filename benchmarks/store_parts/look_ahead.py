@@ -49,7 +49,7 @@ def delay_child(port: int, delay_s: float) -> None:
         answer_commands({"port": proxy.port}, {})
 
 
-def _times(redis: Any, round_trip_ms: int, rounds: int) -> tuple[float, float]:  # noqa: ANN401
+def _times(redis: Any, round_trip_ms: int, rounds: int) -> tuple[float, float]:  # noqa: ANN401 - imported late
     """Median milliseconds of a Fetch with look-ahead, and without."""
     with contextlib.ExitStack() as stack:
         url = redis.url
