@@ -82,7 +82,7 @@ class Arrivals:
         """An object's record, and the block whose manifest speaks of it."""
         if kind is Kind.CHECKPOINT:
             record = self._index.checkpoint_of(prompt, end_token)
-            return record, self._index.homes(record)[0]
+            return record, self._index.trees.homes(record)[0]
         first = (end_token - 1) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
         node = self._index.insert(prompt, min(first + KV_BLOCK_TOKENS, len(prompt)))
         return self._index.record_on(node, kind, end_token), node
@@ -96,7 +96,7 @@ class Arrivals:
 
     def _supersede(self, record: Record) -> None:
         """Makes the partial block that a longer sibling extends the next to be evicted."""
-        shorter = self._index.extended_by(record)
+        shorter = self._index.paths.extended_by(record)
         for old in shorter.kv if record.name.kind is Kind.KV else shorter.hidden:
             if old.first_token == record.first_token and old.rows < record.rows:
                 self._order.demote(old)

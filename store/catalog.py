@@ -82,7 +82,7 @@ class Catalog:
         self._index = TokenIndex()
         self._renewal: Renewal | None = None
         life_s = 0.0 if manifests is None else manifests.ttl_s
-        self._fading = Fading(self._index, clock, life_s)
+        self._fading = Fading(self._index.trees, clock, life_s)
         self._sums = Sums(self.quotas)
         self._place = self._sums.place
         self._listing = RedisListing(self._index, self._place, clock, max_blocks)
@@ -143,12 +143,12 @@ class Catalog:
         """As `match`, not counted, and the objects along it."""
         with self._lock:
             found = self._index.match(prompt)
-            return found, self._index.snapshot(found.rows)
+            return found, self._index.paths.snapshot(found.rows)
 
     def path(self, namespace: bytes, leaf: bytes, *, hidden: bool = True) -> Path:
         """Objects of the blocks from the first to the one named `leaf`; empty if not known."""
         with self._lock:
-            return self._index.path_to(namespace, leaf, hidden=hidden)
+            return self._index.paths.to(namespace, leaf, hidden=hidden)
 
     def path_with_public(
         self, namespace: bytes, public: bytes, leaf: bytes, *, hidden: bool = True
@@ -156,10 +156,10 @@ class Catalog:
         """As `path`, for a leaf that was matched in the public scope as well."""
         own, opened = parts_of(leaf)
         with self._lock:
-            path = self._index.path_to(namespace, own, hidden=hidden)
+            path = self._index.paths.to(namespace, own, hidden=hidden)
             if not self.public.has(public, opened):
                 return path
-            return merged_path(path, self._index.path_to(public, opened, hidden=hidden))
+            return merged_path(path, self._index.paths.to(public, opened, hidden=hidden))
 
     def public_state(self, public: bytes, prefix_hash: bytes) -> Record | None:
         """As `record`, of a checkpoint in the public scope; None if it is not open to tenants."""
@@ -170,13 +170,13 @@ class Catalog:
     def blocks_to(self, namespace: bytes, leaf: bytes) -> list[bytes]:
         """Names of the whole blocks on the way to the one named `leaf`; empty if not known."""
         with self._lock:
-            nodes = self._index.nodes_to(namespace, leaf)
+            nodes = self._index.paths.nodes_to(namespace, leaf)
             return [node.prefix_hash for node in nodes if node.tokens == KV_BLOCK_TOKENS]
 
     def behind(self, namespace: bytes, block: bytes) -> list[Record]:
         """Objects that exist of a block and of all that goes on from it; as `select`."""
         return self.select(
-            lambda r: r.name.namespace == namespace and self._index.is_behind(r, block)
+            lambda r: r.name.namespace == namespace and self._index.paths.is_behind(r, block)
         )
 
     def record(self, name: ObjectName) -> Record | None:
@@ -254,7 +254,7 @@ class Catalog:
                     self._order.use([record])
                 else:
                     self._order.forget(record)
-                    self._index.prune(record)
+                    self._index.trees.prune(record)
 
     def used(self, records: Iterable[Record]) -> None:
         """Notes that objects of one prefix were read together; its late ones will go first."""
@@ -280,7 +280,7 @@ class Catalog:
         """Notes that something was stored of a prompt: what has little worth now goes first."""
         with self._lock:
             found = self._index.match(prompt)
-            path = self._index.stored_on(found.rows)
+            path = self._index.paths.stored_on(found.rows)
         worth, little = by_worth(found, path)
         with self._lock:
             self._order.use_together([r for r in worth if r.is_listed])
@@ -295,7 +295,7 @@ class Catalog:
             for record in records:
                 self._place(record, in_cpu=False, in_redis=False)
                 self._order.drop(record)
-                self._index.prune(record)
+                self._index.trees.prune(record)
         self._forget_in_redis(forgotten)
 
     def no_longer_in_redis(self, records: Sequence[Record]) -> None:
@@ -304,7 +304,7 @@ class Catalog:
             forgotten = self._fields_of(records)
             for record in records:
                 self._place(record, in_redis=False)
-                self._index.prune(record)
+                self._index.trees.prune(record)
         self._forget_in_redis(forgotten)
 
     def select(self, wanted: Callable[[Record], bool]) -> list[Record]:
@@ -313,7 +313,7 @@ class Catalog:
         first = 0
         while True:
             with self._lock:
-                some, first = self._index.some_records(first, _SELECT_ROWS)
+                some, first = self._index.sweep.some(first, _SELECT_ROWS)
                 found += [record for record in some if record.exists and wanted(record)]
             if not first:
                 return found
@@ -432,7 +432,7 @@ class Catalog:
         for at in range(len(manifests), 0, -_RESTORED):
             with self._lock:
                 for block, _ in reversed(manifests[max(0, at - _RESTORED) : at]):
-                    self._index.prune_block(block.namespace, block.prefix_hash)
+                    self._index.trees.prune_block(block.namespace, block.prefix_hash)
         return listed
 
     def forget_expired(self, row: int) -> int:
@@ -464,7 +464,7 @@ class Catalog:
             shapes = self._geometries.by_namespace()
             return {
                 space: (blocks, tokens, shapes.get(space, {}))
-                for space, (blocks, tokens) in self._index.sizes().items()
+                for space, (blocks, tokens) in self._index.trees.sizes().items()
             }
 
     def pooled(self) -> dict[bytes, tuple[int, int]]:
@@ -480,7 +480,7 @@ class Catalog:
             (home.called(record.name.namespace), entry_of(record).field)
             for record in records
             if record.in_redis
-            for home in self._index.homes(record)
+            for home in self._index.trees.homes(record)
         ]
 
     def _forget_in_redis(self, fields: Sequence[tuple[BlockName, str]]) -> None:
@@ -494,7 +494,7 @@ class Catalog:
 
     def _busy_spaces(self) -> set[bytes]:
         """Namespaces that have blocks, or get some now."""
-        return {*self._index.sizes(), *self._claims.namespaces()}
+        return {*self._index.trees.sizes(), *self._claims.namespaces()}
 
     def _note_evicted(self, victims: Sequence[Record], tiers: Tiers) -> list[Record]:
         """Notes which of the victims are gone, and returns the others; takes the lock itself."""
@@ -505,7 +505,7 @@ class Catalog:
                 if not here:
                     self._place(record, in_cpu=False)
                     self._order.forget(record)
-                    self._index.prune(record)
+                    self._index.trees.prune(record)
         return [record for record, here in zip(victims, resident, strict=True) if here]
 
     def _commit(self, names: Sequence[ObjectName]) -> None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from tailreplay.store.index import TokenIndex
     from tailreplay.store.record import Record
+    from tailreplay.store.trees import Trees
     from tailreplay.store.views import BlockName
 
 _MOST = 4096
@@ -22,13 +22,13 @@ class Fading:
     """Blocks to be renewed, with the objects for whose sake. Not thread-safe.
 
     Args:
-        index: says which blocks list an object.
+        trees: say which blocks list an object.
         clock: seconds that only grow.
         life_s: life of a manifest, seconds; 0 without Redis.
     """
 
-    def __init__(self, index: TokenIndex, clock: Callable[[], float], life_s: float) -> None:
-        self._index = index
+    def __init__(self, trees: Trees, clock: Callable[[], float], life_s: float) -> None:
+        self._trees = trees
         self._clock = clock
         self._life_s = life_s
         self._blocks: dict[BlockName, list[Record]] = {}
@@ -39,7 +39,7 @@ class Fading:
         for record in used:
             if not record.in_redis or record.redis_until_s >= soon_s:
                 continue
-            for home in self._index.homes(record):
+            for home in self._trees.homes(record):
                 block = home.called(record.name.namespace)
                 if block in self._blocks or len(self._blocks) < _MOST:
                     self._blocks.setdefault(block, []).append(record)

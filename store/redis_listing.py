@@ -64,7 +64,7 @@ class RedisListing:
 
     def restore(self, block: Block, entries: Sequence[Entry]) -> int:
         """Lists a block's objects; returns how many of them are new."""
-        node = self._index.restore(block)
+        node = self._index.foreign.restore(block)
         return self._list(block.namespace, node, entries) if node is not None else 0
 
     def forget_some(self, first: int) -> tuple[int, int]:
@@ -78,16 +78,16 @@ class RedisListing:
         """
         until_s, only_redis = self._clock(), False
         if len(self._index) > self._max_blocks:
-            untils = self._index.objects.expiries(_SAMPLE)
+            untils = self._index.trees.objects.expiries(_SAMPLE)
             share = min(1.0, 1.1 - self._max_blocks / len(self._index))
             if len(untils):
                 until_s, only_redis = max(until_s, float(np.quantile(untils, share))), True
-        gone, following = self._index.expired(
+        gone, following = self._index.sweep.expired(
             until_s, first, _ROWS, most=_FORGOTTEN, only_redis=only_redis
         )
         for record in gone:
             self._place(record, in_redis=False)
-            self._index.prune(record)
+            self._index.trees.prune(record)
         return len(gone), following
 
     def _list(self, namespace: bytes, node: Node, entries: Sequence[Entry]) -> int:
@@ -100,7 +100,9 @@ class RedisListing:
                 record = hidden[entry.page] if entry.page < len(hidden) else None
             else:
                 name = ObjectName(namespace, Kind.CHECKPOINT, entry.state_hash, entry.placed_by)
-                record = self._index.checkpoint(node, name, entry.end_token, entry.state_digest)
+                record = self._index.foreign.checkpoint(
+                    node, name, entry.end_token, entry.state_digest
+                )
             if record is not None and _is_news(record, entry):
                 self._note(record, entry)
                 listed += 1

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from tailreplay.store.objects import Kind
 
 if TYPE_CHECKING:
-    from tailreplay.store.index import TokenIndex
     from tailreplay.store.record import Record
     from tailreplay.store.runs import Run
+    from tailreplay.store.trees import Trees
 
 
 class BlockName(NamedTuple):
@@ -26,51 +26,51 @@ class Node:
     """A block of the tree, to be used under the store's lock alone.
 
     Attributes:
-        index: whose.
+        trees: whose.
         row: which.
     """
 
-    index: TokenIndex
+    trees: Trees
     row: int
 
     @property
     def prefix_hash(self) -> bytes:
         """Name of the prefix that ends with it."""
-        return self.index.name(self.row)
+        return self.trees.name(self.row)
 
     def called(self, namespace: bytes) -> BlockName:
         """What its manifest is called by, in its namespace."""
-        return BlockName(namespace, self.prefix_hash, self.index.placed_by(self.row))
+        return BlockName(namespace, self.prefix_hash, self.trees.placed_by(self.row))
 
     @property
     def first_token(self) -> int:
         """Position of its first token."""
-        return self.index.blocks.firsts[self.row]
+        return self.trees.blocks.firsts[self.row]
 
     @property
     def tokens(self) -> int:
         """Tokens in it."""
-        return self.index.blocks.lengths[self.row]
+        return self.trees.blocks.lengths[self.row]
 
     @property
     def end_token(self) -> int:
         """One past the position of its last token."""
-        return self.index.blocks.end(self.row)
+        return self.trees.blocks.end(self.row)
 
     @property
     def kv(self) -> Record | None:
         """Its `kv` object; None for the root of a namespace."""
-        return next(iter(self.index.records_of([self.row], Kind.KV)), None)
+        return next(iter(self.trees.records_of([self.row], Kind.KV)), None)
 
     @property
     def hidden(self) -> list[Record]:
         """Its `hidden` objects, one per page, shared with siblings that share the page."""
-        return list(self.index.records_of([self.row], Kind.HIDDEN))
+        return list(self.trees.records_of([self.row], Kind.HIDDEN))
 
     @property
     def has_kv(self) -> bool:
         """Whether its KV exists in some tier."""
-        return self.index.has_kv(self.row)
+        return self.trees.has_kv(self.row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class Match:
 
     Attributes:
         matched_tokens: its length.
-        index: where.
+        trees: where.
         rows: blocks from the first to the deepest that shares a token.
         leaf: name of the deepest; empty when nothing matched.
         checkpoints: records of states that belong to prefixes of it, ascending by token.
@@ -115,7 +115,7 @@ class Match:
     """
 
     matched_tokens: int
-    index: TokenIndex
+    trees: Trees
     rows: tuple[int, ...] = ()
     leaf: bytes = b""
     checkpoints: tuple[Record, ...] = ()
@@ -133,7 +133,7 @@ class Match:
     @property
     def path(self) -> list[Node]:
         """The blocks; to be used under the store's lock alone."""
-        return [Node(self.index, row) for row in self.rows]
+        return [Node(self.trees, row) for row in self.rows]
 
 
 class Path(NamedTuple):

@@ -62,7 +62,7 @@ def test_what_an_exact_object_replaces_is_no_longer_counted(listing):
 
 def test_a_page_is_the_one_that_ends_where_it_was_said_to(listing):
     listing.put(600, *[(HIDDEN, end) for end in (128, 64, 600, 576)])
-    hidden = [r for r in listing.index.records() if r.exists]
+    hidden = [r for r in listing.index.sweep.all() if r.exists]
     assert {(r.first_token, r.end_token) for r in hidden} == {
         (0, 64),
         (64, 128),

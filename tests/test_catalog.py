@@ -257,7 +257,7 @@ def test_sums_of_the_tiers_agree_with_a_count_of_what_is_there(store, space):
     store.tiers.delete([gone.name])
     counted = {}
     with store.catalog._lock:
-        for record in store.catalog._index.records():
+        for record in store.catalog._index.sweep.all():
             if record.in_cpu:
                 n, size = counted.get(("cpu", record.name.kind), (0, 0))
                 counted["cpu", record.name.kind] = (n + 1, size + record.size)

@@ -49,12 +49,12 @@ def restore(index: TokenIndex, prefix: Prefix, end: int) -> Node:
     source = TokenIndex()
     nodes = [source.insert(prefix.prompt, at) for at in (0, *range(256, end, 256), end)]
     blocks = [source.block(prefix.prompt, node) for node in nodes]
-    return [index.restore(block) for block in blocks][-1]
+    return [index.foreign.restore(block) for block in blocks][-1]
 
 
 def lose(index: TokenIndex, record: Record) -> None:
     record.in_cpu = record.in_redis = False
-    index.prune(record)
+    index.trees.prune(record)
 
 
 def match(index: TokenIndex, ids, namespace: bytes = SPACE):
@@ -166,8 +166,8 @@ def test_a_partial_block_gives_way_to_the_sibling_that_goes_on_from_it():
     for prefix in (shorter, longer):
         store(index, prefix, Kind.KV, Kind.HIDDEN)
     nodes = [insert(index, p) for p in (shorter, longer)]
-    assert index.extended_by(nodes[1].kv).kv == (nodes[0].kv,)
-    assert index.extended_by(nodes[0].kv).kv == ()
+    assert index.paths.extended_by(nodes[1].kv).kv == (nodes[0].kv,)
+    assert index.paths.extended_by(nodes[0].kv).kv == ()
     lose(index, nodes[0].kv)
     found = match(index, BASE[:300])
     assert found.matched_tokens == 300
@@ -181,7 +181,7 @@ def test_a_block_whose_pages_are_all_shared_goes_with_its_kv():
     for prefix in (shorter, longer):
         store(index, prefix, Kind.KV, Kind.HIDDEN)
     lose(index, index.record(shorter.name(Kind.KV, 320)))
-    assert index.path_to(SPACE, shorter.name(Kind.KV, 320).prefix_hash) == Path()
+    assert index.paths.to(SPACE, shorter.name(Kind.KV, 320).prefix_hash) == Path()
     assert index.find(longer.prompt, Kind.HIDDEN, 320).exists
 
 
@@ -192,7 +192,7 @@ def test_the_longest_of_many_shorter_siblings_is_the_one_extended():
         for other in range(3):  # extensions that lie between in sorted order
             insert(index, Prefix(SPACE, branch(BASE, n, range(other, 5))))
     node = insert(index, Prefix(SPACE, BASE[:190]))
-    assert [r.rows for r in index.extended_by(node.kv).kv] == [120]
+    assert [r.rows for r in index.paths.extended_by(node.kv).kv] == [120]
 
 
 def test_what_is_stored_on_blocks_leaves_out_what_is_only_named():
@@ -201,30 +201,30 @@ def test_what_is_stored_on_blocks_leaves_out_what_is_only_named():
     store(index, prefix, Kind.KV)
     store(index, Prefix(SPACE, BASE[:128]), Kind.HIDDEN)
     rows = match(index, BASE[:600]).rows
-    assert {r.in_cpu for r in index.snapshot(rows).hidden} == {True, False}
-    stored = index.stored_on(rows)
+    assert {r.in_cpu for r in index.paths.snapshot(rows).hidden} == {True, False}
+    stored = index.paths.stored_on(rows)
     assert [r.end_token for r in stored.kv] == [256, 512, 600]
     assert [r.end_token for r in stored.hidden] == [64, 128]
     lose(index, stored.kv[1])
-    assert [r.end_token for r in index.stored_on(rows).kv] == [256, 600]
-    assert index.stored_on([]) == Path()
+    assert [r.end_token for r in index.paths.stored_on(rows).kv] == [256, 600]
+    assert index.paths.stored_on([]) == Path()
 
 
 def test_rows_are_made_many_at_a_time_and_each_is_of_one_object():
     index = TokenIndex()
     prefix = Prefix(SPACE, np.arange(256 * 300))  # more than the rows that are made at a time
     store(index, prefix, Kind.KV, Kind.HIDDEN)
-    assert (len(index), len(index.objects)) == (300, 1500)
+    assert (len(index), len(index.trees.objects)) == (300, 1500)
     spans = prefix.spans(Kind.KV, Kind.HIDDEN)
-    assert {r.name for r in index.records()} == {prefix.name(kind, end) for kind, _, end in spans}
-    for record in list(index.records()):
+    assert {r.name for r in index.sweep.all()} == {prefix.name(kind, end) for kind, _, end in spans}
+    for record in list(index.sweep.all()):
         lose(index, record)
-    assert (len(index), len(index.objects)) == (0, 0)
+    assert (len(index), len(index.trees.objects)) == (0, 0)
     other = Prefix(SPACE, np.arange(1, 256 * 300 + 1))
     store(index, other, Kind.KV)
     assert match(index, other.tokens).matched_tokens == len(other)
     assert match(index, prefix.tokens).matched_tokens == 0
-    assert len(index.objects) == 1500
+    assert len(index.trees.objects) == 1500
 
 
 def test_a_block_without_kv_of_its_own_does_not_hide_one_that_has_it():
@@ -239,12 +239,12 @@ def test_blocks_go_once_nothing_is_stored_in_them_or_behind_them():
     index = TokenIndex()
     prefix = Prefix(SPACE, BASE[:600])
     store(index, prefix, Kind.KV, Kind.HIDDEN, Kind.CHECKPOINT)
-    early_first = sorted(index.records(), key=lambda r: r.end_token)
+    early_first = sorted(index.sweep.all(), key=lambda r: r.end_token)
     for record in early_first[:-1]:
         lose(index, record)
         assert match(index, BASE).matched_tokens > 0
     lose(index, early_first[-1])
-    assert (len(index), list(index.records())) == (0, [])
+    assert (len(index), list(index.sweep.all())) == (0, [])
     assert match(index, BASE).matched_tokens == 0
 
 
@@ -267,11 +267,11 @@ def test_a_shared_page_stays_with_the_sibling_that_is_left():
         store(index, prefix, Kind.KV, Kind.HIDDEN)
     shared = index.find(right.prompt, Kind.HIDDEN, 64)
     nodes = [insert(index, prefix) for prefix in (left, right)]
-    assert set(index.homes(shared)) == set(nodes)
+    assert set(index.trees.homes(shared)) == set(nodes)
     for end in (192, 256):
         lose(index, index.find(left.prompt, Kind.HIDDEN, end))
     lose(index, index.record(left.name(Kind.KV, 256)))
-    assert index.homes(shared) == [insert(index, right)]
+    assert index.trees.homes(shared) == [insert(index, right)]
     lose(index, shared)
     assert match(index, right.ids).matched_tokens == 256
 
@@ -281,7 +281,7 @@ def test_a_state_read_of_in_redis_is_found_by_every_sibling():
     writer = Prefix(SPACE, BASE[:700])
     store(index, Prefix(SPACE, BASE[:1000]), Kind.KV)
     node, name = restore(index, writer, 512), writer.name(Kind.CHECKPOINT, 700)
-    index.checkpoint(node, name, 700, writer.digests[-8:]).in_redis = True
+    index.foreign.checkpoint(node, name, 700, writer.digests[-8:]).in_redis = True
     for other in (branch(BASE, 700, [1]), branch(BASE, 900, [2])):
         assert [r.end_token for r in match(index, other).checkpoints] == [700]
     assert match(index, branch(BASE, 699, [3])).checkpoints == ()
@@ -327,7 +327,7 @@ def test_a_block_read_of_in_redis_has_the_pages_of_one_that_was_put():
     node = restore(index, Prefix(SPACE, branch(BASE, 200, range(55))), 256)
     pages = zip(node.hidden, insert(index, known).hidden, strict=True)
     assert [a is b for a, b in pages] == [True, True, True, False]
-    names = [record.name for record in index.records()]
+    names = [record.name for record in index.sweep.all()]
     assert len(set(names)) == len(names)
 
 
@@ -343,7 +343,7 @@ def test_a_block_read_of_in_redis_finds_its_pages_among_many_siblings():
     node = restore(index, Prefix(SPACE, branch(known.ids, 200, range(55))), 256)
     pages = zip(node.hidden, insert(index, known).hidden, strict=True)
     assert [a is b for a, b in pages] == [True, True, True, False]
-    names = [record.name for record in index.records()]
+    names = [record.name for record in index.sweep.all()]
     assert len(set(names)) == len(names)
 
 
@@ -370,12 +370,12 @@ def test_what_a_block_says_of_itself_puts_it_back():
     index, copy = TokenIndex(), TokenIndex()
     prefix = Prefix(SPACE, BASE[:600])
     insert(index, prefix)
-    nodes = index.nodes_to(SPACE, prefix.name(Kind.KV, 600).prefix_hash)
+    nodes = index.paths.nodes_to(SPACE, prefix.name(Kind.KV, 600).prefix_hash)
     blocks = [index.block(prefix.prompt, node) for node in nodes]
-    assert copy.restore(blocks[1]) is None  # the block before it is not known
-    assert all(copy.restore(block) is not None for block in blocks)
+    assert copy.foreign.restore(blocks[1]) is None  # the block before it is not known
+    assert all(copy.foreign.restore(block) is not None for block in blocks)
     assert match(copy, BASE).matched_tokens == 600
-    assert {r.name for r in copy.records()} == {r.name for r in index.records()}
+    assert {r.name for r in copy.sweep.all()} == {r.name for r in index.sweep.all()}
 
 
 def wide_index(siblings: int) -> TokenIndex:
@@ -409,7 +409,7 @@ def test_sizes_of_many_namespaces_take_one_pass():
     for space in spaces:
         store(index, Prefix(space, BASE[:257]), Kind.KV)
     started_s = time.perf_counter()
-    sizes = index.sizes()
+    sizes = index.trees.sizes()
     assert time.perf_counter() - started_s < 0.5, "with a pass for each it is a thousand times that"
     assert sizes == dict.fromkeys(spaces, (2, 257))
 
@@ -476,7 +476,7 @@ class IndexAgainstList(RuleBasedStateMachine):
     def read_of_a_state(self, ids):
         prefix, at = Prefix(SPACE, ids), (len(ids) - 1) // 256 * 256
         node, name = restore(self.index, prefix, at), prefix.name(Kind.CHECKPOINT, len(ids))
-        record = self.index.checkpoint(node, name, len(ids), prefix.digests[-8:])
+        record = self.index.foreign.checkpoint(node, name, len(ids), prefix.digests[-8:])
         record.in_redis = True
         self.states.add(ids)
 
@@ -516,10 +516,10 @@ class IndexAgainstList(RuleBasedStateMachine):
     def nothing_else_is_listed(self):
         names = {Prefix(SPACE, b).name(Kind.KV, len(b)) for b in self.blocks}
         names |= {Prefix(SPACE, s).name(Kind.CHECKPOINT, len(s)) for s in self.states}
-        assert {r.name for r in self.index.records() if r.exists} == names
-        assert names or not (len(self.index) or self.index.sizes())
-        every = [r.name for r in self.index.records()]
-        assert len(set(every)) == len(every) == len(self.index.objects)
+        assert {r.name for r in self.index.sweep.all() if r.exists} == names
+        assert names or not (len(self.index) or self.index.trees.sizes())
+        every = [r.name for r in self.index.sweep.all()]
+        assert len(set(every)) == len(every) == len(self.index.trees.objects)
         assert names or not every
 
 

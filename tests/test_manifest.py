@@ -26,7 +26,7 @@ GOLDEN_SEALS = {"b": "9f472cae6f89c616", "k": "2b2acdfab5296549"}
 def blocks_of(prefix: Prefix) -> list[Block]:
     index = TokenIndex()
     index.insert(prefix.prompt)
-    path = index.nodes_to(prefix.namespace, prefix.chain.prefix_hash(len(prefix)))
+    path = index.paths.nodes_to(prefix.namespace, prefix.chain.prefix_hash(len(prefix)))
     root = index.insert(prefix.prompt, 0)
     return [index.block(prefix.prompt, node) for node in (root, *path)]
 

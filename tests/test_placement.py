@@ -70,7 +70,7 @@ def listed(index: TokenIndex, prefix: Prefix, restored: bool) -> None:
     for end in (0, *ends):
         node = (source if restored else index).insert(prompt, end)
         if restored:
-            assert index.restore(source.block(prompt, node)) is not None
+            assert index.foreign.restore(source.block(prompt, node)) is not None
 
 
 @pytest.mark.parametrize("restored", [False, True])
@@ -81,7 +81,7 @@ def test_the_index_says_of_every_object_where_its_prompt_says_it_is(restored):
     for prefix in prefixes:
         listed(index, prefix, restored)
     for prefix in prefixes:
-        path = index.path_to(prefix.namespace, prefix.chain.prefix_hash(len(prefix)))
+        path = index.paths.to(prefix.namespace, prefix.chain.prefix_hash(len(prefix)))
         assert len(path.kv) == -(-len(prefix) // 256)
         for record in (*path.kv, *path.hidden):
             at = placing_token(record.name.kind, record.end_token)

@@ -67,14 +67,14 @@ def test_what_was_read_at_the_start_is_listed_for_the_rest_of_its_life(listed):
     assert (listed.matched(short), listed.matched(long)) == (0, 768)
     listed.clock.now_s += 30
     assert listed.forget() == 3
-    assert len(listed.index) == len(listed.index.objects) == 0
-    assert listed.index.sizes() == {}
+    assert len(listed.index) == len(listed.index.trees.objects) == 0
+    assert listed.index.trees.sizes() == {}
 
 
 def test_what_the_cpu_tier_has_too_stays(listed):
     prompt = prompt_of(1, 1)
     listed.restore(prompt, 50)
-    record = next(r for r in listed.index.records() if r.exists)
+    record = next(r for r in listed.index.sweep.all() if r.exists)
     record.in_cpu = True
     listed.clock.now_s += 51
     assert listed.forget() == 1
@@ -105,7 +105,7 @@ def test_an_exact_object_in_redis_takes_the_place_of_an_approximate_one_there(li
     def learn(size: int, provenance: Provenance) -> tuple[int, Provenance]:
         found = Found(block, [Entry("k", size, provenance)])
         listed.listing.learn(prompt, Beyond(0, [], [found], None))
-        record = next(r for r in listed.index.records() if r.exists)
+        record = next(r for r in listed.index.sweep.all() if r.exists)
         return record.size, record.provenance
 
     assert learn(100, Provenance.APPROXIMATE) == (100, Provenance.APPROXIMATE)
@@ -141,10 +141,10 @@ def test_what_the_cpu_tier_has_is_not_forgotten_for_room():
     listed = Listed(max_blocks=10)
     for number in range(10):
         listed.restore(prompt_of(number, 5), life_s=1000)
-    np.frombuffer(listed.index.objects.states, np.uint8)[:] |= 1
+    np.frombuffer(listed.index.trees.objects.states, np.uint8)[:] |= 1
     listed.forget()
     assert len(listed.index) == 50
-    assert {r.in_redis for r in listed.index.records() if r.name.kind is Kind.KV} == {True}
+    assert {r.in_redis for r in listed.index.sweep.all() if r.name.kind is Kind.KV} == {True}
 
 
 def test_very_much_that_expires_at_once_is_forgotten_a_little_at_a_time(listed):

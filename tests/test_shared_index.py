@@ -349,7 +349,7 @@ def test_a_block_read_of_in_redis_is_kept_by_its_tokens_once_a_prompt_has_them_a
     _, (store, _) = stores
     put(a, Prefix(space, BASE), KV)
     b.match(Prefix(space, branch(BASE, 999)))
-    blocks = store.catalog._index.blocks
+    blocks = store.catalog._index.trees.blocks
 
     def foreign() -> int:
         rows = zip(blocks.keys, blocks.foreign, strict=True)

@@ -93,7 +93,7 @@ def index_weight_child(blocks: int) -> None:
         grown = (rss_bytes(os.getpid()) - rss) / blocks
         rss, evictor = rss_bytes(os.getpid()), Evictor()
         for leaf in leaves:
-            path = index.path_to(bytes(32), leaf)
+            path = index.paths.to(bytes(32), leaf)
             evictor.use([*records_on(path, Kind.KV, Kind.HIDDEN)])
         return {
             "rss_bytes_per_block": grown,
@@ -128,6 +128,6 @@ def _add_siblings(index: TokenIndex, asked: Prompt, count: int) -> None:
 
 def _list(index: TokenIndex) -> None:
     """Says that the payload of everything is in Redis."""
-    np.frombuffer(index.objects.states, np.uint8)[:] = IN_REDIS
-    np.frombuffer(index.objects.sizes, np.int64)[:] = 8 << 20
-    np.frombuffer(index.objects.untils, np.uint32)[:] = (1 << 32) - 1
+    np.frombuffer(index.trees.objects.states, np.uint8)[:] = IN_REDIS
+    np.frombuffer(index.trees.objects.sizes, np.int64)[:] = 8 << 20
+    np.frombuffer(index.trees.objects.untils, np.uint32)[:] = (1 << 32) - 1
