@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tailreplay.connector.load import Load, fresh
 from tailreplay.proto import store_pb2 as pb
-from tailreplay.store.objects import PAGE_TOKENS, Kind
+from tailreplay.store.objects import PAGE_TOKENS, Kind, ObjectName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -104,28 +104,35 @@ class DeviceLoad:
 
     def _take(self, wanted: pb.Range, buffer: Tensor) -> int:
         """Copies the leading rows that the pool has; returns how many."""
-        kind, at = Kind(wanted.kind), wanted.first_token
+        held = self._pool.hold(names_along(wanted, self._chain))
+        if held is None:
+            return 0
+        kind, skipped = Kind(wanted.kind), skipped_rows(wanted)
+        taken = min(len(held) - skipped, buffer.shape[1])
         units = slice(wanted.first_unit, wanted.first_unit + buffer.shape[0])
-        while at < wanted.end_token:
-            if kind is Kind.CHECKPOINT:
-                name, page = wanted.prefix_hash, at
-            else:
-                page = at // PAGE_TOKENS * PAGE_TOKENS
-                if page + PAGE_TOKENS > len(self._chain):
-                    break
-                name = self._chain.prefix_hash(page + PAGE_TOKENS)
-            found = self._pool.get(self._pool.name(kind, name))
-            if found is None:
-                break
-            end = min(page + found.shape[1], wanted.end_token)
-            here = slice(at - wanted.first_token, end - wanted.first_token)
-            buffer[:, here] = found[units, at - page : end - page]
-            at = end
-        taken = at - wanted.first_token
-        if taken:
-            size = buffer[:, :taken].nbytes
-            self._bytes["gpu", kind] = self._bytes.get(("gpu", kind), 0) + size
+        buffer[:, :taken] = held.rows(units, skipped, skipped + taken)
+        held.release()
+        size = buffer[:, :taken].nbytes
+        self._bytes["gpu", kind] = self._bytes.get(("gpu", kind), 0) + size
         return taken
+
+
+def names_along(wanted: pb.Range, chain: PrefixChain) -> Iterator[ObjectName]:
+    """What the pool calls the objects of a range, in order: pages by their end, or a state."""
+    kind = Kind(wanted.kind)
+    if kind is Kind.CHECKPOINT:
+        yield ObjectName(chain.namespace, kind, wanted.prefix_hash)
+        return
+    first = wanted.first_token - skipped_rows(wanted)
+    for page in range(first, wanted.end_token, PAGE_TOKENS):
+        if page + PAGE_TOKENS > len(chain):
+            break
+        yield ObjectName(chain.namespace, kind, chain.prefix_hash(page + PAGE_TOKENS))
+
+
+def skipped_rows(wanted: pb.Range) -> int:
+    """Rows of a range's first object that lie before it."""
+    return 0 if int(wanted.kind) == Kind.CHECKPOINT else wanted.first_token % PAGE_TOKENS
 
 
 def _empty(wanted: pb.Range, geometry: Mapping[Kind, Geometry], device: torch.device) -> Tensor:

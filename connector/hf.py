@@ -127,8 +127,8 @@ class HybridEngine:
         ).digest()
         self._tenant = tenant_digest(tenant)
         self._device_pool = (
-            DevicePool(self.policy.device_pool_bytes, self._model.device, self.namespace)
-            if self.policy.device_pool_bytes
+            DevicePool(torch.empty(pool_bytes, dtype=torch.uint8, device=self._model.device))
+            if (pool_bytes := self.policy.device_pool_bytes)
             else None
         )
         self.calibration = Calibration()

@@ -5,9 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tailreplay.store.objects import PAGE_TOKENS, Kind
+from tailreplay.store.objects import PAGE_TOKENS, Kind, ObjectName
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
     from tailreplay.connector.device_pool import DevicePool
     from tailreplay.connector.hf_run import Prefilled
     from tailreplay.connector.payload import PayloadCodec
@@ -31,18 +35,28 @@ def keep_on_device(
         done: exact results.
     """
     total = len(chain)
-    page_bytes = {k: codec.geometry[k].payload_bytes(PAGE_TOKENS) for k in (Kind.KV, Kind.HIDDEN)}
     hidden_from = max(done.hidden_from, total - HIDDEN_WINDOW_TOKENS)
     for first in range(total // PAGE_TOKENS * PAGE_TOKENS - PAGE_TOKENS, -1, -PAGE_TOKENS):
         end = first + PAGE_TOKENS
-        name = chain.prefix_hash(end)
         if done.hidden and first >= hidden_from:
             at = first - done.hidden_from
             rows = partial(codec.hidden_rows, done.hidden, at, at + PAGE_TOKENS)
-            pool.put(pool.name(Kind.HIDDEN, name), page_bytes[Kind.HIDDEN], rows)
-        rows = partial(codec.kv_rows, done.kv, first, end)
-        pool.put(pool.name(Kind.KV, name), page_bytes[Kind.KV], rows)
-    state_bytes = codec.geometry[Kind.CHECKPOINT].payload_bytes(1)
+            _put(pool, codec, chain, (Kind.HIDDEN, end), rows)
+        _put(pool, codec, chain, (Kind.KV, end), partial(codec.kv_rows, done.kv, first, end))
     for token, states in done.states.items():
-        state = pool.name(Kind.CHECKPOINT, chain.prefix_hash(token))
-        pool.put(state, state_bytes, partial(codec.checkpoint_rows, states))
+        _put(pool, codec, chain, (Kind.CHECKPOINT, token), partial(codec.checkpoint_rows, states))
+
+
+def _put(
+    pool: DevicePool,
+    codec: PayloadCodec,
+    chain: PrefixChain,
+    what: tuple[Kind, int],
+    rows: Callable[[], Tensor],
+) -> None:
+    """Puts one object, named by its kind and the token at its end."""
+    kind, end = what
+    geometry = codec.geometry[kind]
+    count = 1 if kind is Kind.CHECKPOINT else PAGE_TOKENS
+    name = ObjectName(chain.namespace, kind, chain.prefix_hash(end))
+    pool.put([name], (geometry.units, count, geometry.row_bytes), lambda _: rows()[None])

@@ -42,9 +42,13 @@ class PrefixChain:
     """Hashes of every prefix of one token sequence, each worked out when first asked for.
 
     Not thread-safe.
+
+    Attributes:
+        namespace: 32 bytes.
     """
 
     def __init__(self, namespace: bytes, tokens: ExtendedTokens) -> None:
+        self.namespace = namespace
         self._data = tokens.astype("<u8").tobytes()
         self._pages = {0: blake3(namespace, key=_CHAIN_KEY).digest()}
 

@@ -16,62 +16,129 @@ from case_helpers import (
 )
 
 from tailreplay.connector.device_pool import DevicePool
+from tailreplay.connector.device_rows import SLOT_BYTES
 from tailreplay.store import serve_in_thread
-from tailreplay.store.objects import Kind
+from tailreplay.store.objects import Kind, ObjectName
 
 MIB = 1 << 20
 WITH_POOL = policy(device_pool_bytes=64 * MIB)
 
 
-def page(value, size=100):
-    return torch.full((1, 1, size), value, dtype=torch.uint8)
+ROW_BYTES = SLOT_BYTES // 4
+SHAPE = (2, 2, ROW_BYTES)  # an object of one slot
 
 
-def put(pool, number, size=100):
-    name = pool.name(Kind.KV, bytes([number]) * 32)
-    pool.put(name, size, lambda: page(number, size))
-    return name
+def named(number, kind=Kind.KV):
+    return ObjectName(bytes(32), kind, bytes([number]) * 32)
+
+
+def pages(numbers, shape=SHAPE):
+    values = torch.tensor(list(numbers), dtype=torch.uint8)
+    return values.view(-1, 1, 1, 1).expand(-1, *shape)
+
+
+def put(pool, *numbers, before=(), shape=SHAPE):
+    names = [named(number) for number in numbers]
+    made = []
+
+    def make(lacking):
+        made.extend(numbers[n] for n in lacking)
+        return pages([numbers[n] for n in lacking], shape)
+
+    pool.put(names, shape, make, before=[named(number) for number in before])
+    return made
+
+
+def there(pool, *numbers):
+    return [number for number in numbers if named(number) in pool]
 
 
 @pytest.fixture
 def pool():
-    return DevicePool(1000, torch.device("cpu"), bytes(32))
+    memory = torch.full((10 * SLOT_BYTES + 7,), 255, dtype=torch.uint8)
+    return DevicePool(memory)
 
 
-def test_the_least_recently_used_goes_first_and_the_budget_holds(pool):
-    names = [put(pool, number) for number in range(10)]
-    assert pool.get(names[0]) is not None
+def test_the_least_recently_used_goes_first_and_the_memory_is_never_more(pool):
+    for number in range(10):
+        put(pool, number)
+    pool.hold([named(0)]).release()
     put(pool, 10)
     put(pool, 11)
-    assert [pool.get(name) is not None for name in names] == [True, False, False] + [True] * 7
-    assert pool.used_bytes == 1000
+    assert there(pool, *range(12)) == [0, *range(3, 12)]
+    assert pool.used_bytes == 10 * SLOT_BYTES
 
 
 def test_what_is_larger_than_the_pool_is_not_even_made(pool):
-    pool.put(pool.name(Kind.KV, bytes(32)), 1001, lambda: pytest.fail("made"))
+    assert put(pool, 1, shape=(2, 22, ROW_BYTES)) == []
     assert pool.used_bytes == 0
 
 
 def test_what_is_there_is_not_made_again_and_counts_as_used(pool):
-    names = [put(pool, number) for number in range(10)]
-    pool.put(names[0], 100, lambda: pytest.fail("made again"))
-    put(pool, 10)
-    assert pool.get(names[0]) is not None
-    assert pool.get(names[1]) is None
-
-
-def test_kinds_of_one_prefix_differ(pool):
-    put(pool, 1)
-    assert pool.get(pool.name(Kind.HIDDEN, bytes([1]) * 32)) is None
-
-
-def test_what_was_handed_out_stays_good(pool):
-    name = put(pool, 7)
-    held = pool.get(name)
-    for number in range(10, 20):
+    for number in range(10):
         put(pool, number)
-    assert pool.get(name) is None
-    assert torch.equal(held, page(7))
+    assert put(pool, 0) == []
+    put(pool, 10)
+    assert there(pool, 0, 1) == [0]
+
+
+def test_of_what_comes_together_the_first_come_in_and_go_last(pool):
+    assert put(pool, *range(12)) == list(range(10))
+    put(pool, 20, 21)
+    assert there(pool, *range(12)) == list(range(8))
+
+
+def test_what_lies_before_does_not_go_for_what_follows(pool):
+    put(pool, 1, 2, 3)
+    put(pool, 9)
+    assert put(pool, *range(11, 21), before=(1, 2, 3)) == list(range(11, 18))
+    assert there(pool, 1, 2, 3, 9) == [1, 2, 3]
+    put(pool, 30)  # the last of those that follow goes, not what lies before
+    assert there(pool, 1, 2, 3, 16, 17) == [1, 2, 3, 16]
+
+
+def test_kinds_and_namespaces_of_one_prefix_differ(pool):
+    put(pool, 1)
+    assert pool.hold([named(1, Kind.HIDDEN)]) is None
+    assert pool.hold([ObjectName(bytes([1]) * 32, Kind.KV, bytes([1]) * 32)]) is None
+
+
+def test_what_is_held_stays_until_it_is_released(pool):
+    put(pool, 7)
+    held = pool.hold([named(7), named(8)])
+    put(pool, *range(10, 20))
+    assert len(held) == 2
+    assert torch.equal(held.rows(slice(0, 2), 0, 2), pages([7])[0])
+    held.release()
+    held.release()
+    put(pool, *range(20, 30))
+    assert named(7) not in pool
+
+
+def test_where_all_is_held_nothing_comes_in(pool):
+    put(pool, *range(10))
+    held = pool.hold([named(number) for number in range(10)])
+    assert put(pool, 10) == []
+    held.release()
+    assert put(pool, 10) == [10]
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 5), (3, 4, 1000), (2, 64, 7000), (5, 64, 512)])
+def test_rows_of_any_shape_come_out_as_they_went_in(shape):
+    memory = torch.full((400 * SLOT_BYTES,), 255, dtype=torch.uint8)
+    pool, count = DevicePool(memory), 3
+    data = torch.randint(0, 255, (count, *shape), dtype=torch.uint8)
+    names = [named(number) for number in range(count)]
+    put(pool, 77)  # so that slots do not begin at the first
+    pool.put(names, shape, lambda lacking: data[lacking])
+    held = pool.hold(names)
+    whole = data.transpose(0, 1).flatten(1, 2)
+    units, rows = shape[0], count * shape[1]
+    assert len(held) == rows
+    spans = [(0, rows), (rows - 1, rows), (0, 1), (rows // 3, rows - rows // 4)]
+    for first, end in spans:
+        for part in (slice(0, units), slice(units - 1, units), slice(units // 2, units)):
+            assert torch.equal(held.rows(part, first, end), whole[part, first:end])
 
 
 @pytest.fixture(scope="module")
@@ -171,4 +238,4 @@ def test_on_a_gpu_rows_stay_there(server):
         ask(engine, tokens)
         out = ask(engine, tokens)
         assert set(out.report["bytes"]) == {"gpu"}
-        assert all(rows.is_cuda for rows in engine._device_pool._objects.values())
+        assert engine._device_pool.device.type == "cuda"
