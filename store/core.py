@@ -20,13 +20,14 @@ from tailreplay.store.client_names import ClientNames
 from tailreplay.store.config import INDEX_BLOCK_BYTES
 from tailreplay.store.description import description_of, stats_of
 from tailreplay.store.errors import InvalidRequest, StoreUnavailable
+from tailreplay.store.frames import Frame
 from tailreplay.store.lane_wire import LaneRecord, Pace, RecordKind
 from tailreplay.store.leases import Lease, Leases
 from tailreplay.store.namespace import NAMESPACE_BYTES, tenant_digest
 from tailreplay.store.objects import Kind
 from tailreplay.store.pool import Pool, SharedMemory
 from tailreplay.store.prompt import Prompt
-from tailreplay.store.reader import Frame, PinLimits, Reader
+from tailreplay.store.reader import PinLimits, Reader
 from tailreplay.store.redis_settings import (
     bulk_tiers,
     redis_manifests,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from tailreplay.store.errors import TailReplayError
-    from tailreplay.store.reader import Frame
+    from tailreplay.store.frames import Frame
 
 _BATCH_BYTES = 4 << 20
 _ENDS = (RecordKind.RANGE_END, RecordKind.MISSING, RecordKind.BARRIER)

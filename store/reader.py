@@ -5,34 +5,29 @@ from __future__ import annotations
 import logging
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.catalog import records_on
-from tailreplay.store.checksum import crc32c_of
 from tailreplay.store.errors import IntegrityError, InvalidRequest
-from tailreplay.store.header import Header, header_of, known_header
+from tailreplay.store.frames import Frame, header_for, missing, rows_of
 from tailreplay.store.lane_wire import LaneRecord, RecordKind
 from tailreplay.store.look_ahead import Early, LookAhead, Stream
-from tailreplay.store.misses import Miss
 from tailreplay.store.objects import Kind, ObjectName
 from tailreplay.store.pin_budget import PinBudget
-from tailreplay.store.pins import Pinned
-from tailreplay.store.row_sums import crc32c_of_rows
+from tailreplay.store.window_pins import Held, WindowPins
 from tailreplay.store.windows import Piece, is_urgent, windows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from tailreplay.store.catalog import Catalog
+    from tailreplay.store.header import Header
     from tailreplay.store.record import Record
     from tailreplay.store.tiers import Tiers
     from tailreplay.store.views import Path
-
-    Reason: TypeAlias = pb.MissReason.ValueType
-
-_Pins: TypeAlias = "tuple[dict[ObjectName, Pinned], dict[ObjectName, Reason]]"
-"""A window's objects that are pinned, and why others are not."""
+    from tailreplay.store.window_pins import Reason
 
 logger = logging.getLogger(__name__)
 
@@ -42,46 +37,8 @@ MAX_FRAME_BYTES = 2 << 20
 MAX_RANGES = 4096
 """Most ranges of one request."""
 
-_MAY_COME_LATER = {
-    Miss.AWAY: pb.MISS_REASON_DEADLINE,
-    Miss.LATE: pb.MISS_REASON_DEADLINE,
-    Miss.NO_ROOM: pb.MISS_REASON_NO_ROOM,
-}
-_TOO_EARLY = (Miss.LATE, Miss.NO_ROOM)
 _PLACED_SHARE = 4
 _PLACED_FRAME_BYTES = 1 << 30
-
-
-class Frame(NamedTuple):
-    """One step of an answer, before it is put on a wire.
-
-    Attributes:
-        record: what it says; rows carry no checksum yet.
-        parts: the payload of rows, in pool memory, good until more is asked for than the end of
-            the window.
-        header: of the object that the rows are of.
-    """
-
-    record: LaneRecord
-    parts: tuple[memoryview, ...] = ()
-    header: Header | None = None
-
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes of payload."""
-        return sum(map(len, self.parts))
-
-    @property
-    def crc32c(self) -> int:
-        """Checksum of the payload of rows."""
-        if self.header is None:
-            return crc32c_of(self.parts)
-        record, units = self.record, self.parts
-        if len(units) != record.units:
-            size = len(units[0]) // record.units
-            units = tuple(units[0][i * size : (i + 1) * size] for i in range(record.units))
-        row = record.first_token - self.header.first_token
-        return crc32c_of_rows(self.header, record.first_unit, row, units)
 
 
 @dataclass(slots=True)
@@ -142,8 +99,13 @@ class Reader:
         self._budget = PinBudget(limits.leased_bytes)
         self._timeout_s = timeout_s
         self._before_rows = before_rows
+        self._pins = WindowPins(catalog, tiers, timeout_s)
         self._ahead = LookAhead(
-            self._pin_early, self._let_go, self._budget, limits.ahead_windows, self._window_bytes
+            self._pins.early,
+            self._pins.let_go,
+            self._budget,
+            limits.ahead_windows,
+            self._window_bytes,
         )
 
     def close(self) -> None:
@@ -248,17 +210,18 @@ class Reader:
         records = {p.record.name: p.record for p in live if p.record is not None}
         with self._share(early, sum(r.size for r in records.values()), stream) as granted:
             if granted:
-                with self._tiers.gate.urgent() if is_urgent(live) else nullcontext():
-                    if early is None:
-                        pins = self._pins(list(records.values()), is_urgent(live), answer)
-                    else:
-                        pins = self._early_pins(early, is_urgent(live), stream, answer)
-                    yield from self._send_pinned(live, pins, stream.begin, answer)
+                urgent = is_urgent(live)
+                objects = list(records.values())
+                with (
+                    self._tiers.gate.urgent() if urgent else nullcontext(),
+                    self._hold(objects, early, urgent, stream, answer) as held,
+                ):
+                    yield from self._send_held(live, held, stream.begin, answer)
                 return
         for piece in live:
             if piece.number not in answer.dead:
                 answer.dead.add(piece.number)
-                yield _missing(piece, pb.MISS_REASON_DEADLINE)
+                yield missing(piece, pb.MISS_REASON_DEADLINE)
 
     @contextmanager
     def _share(self, early: Early | None, size: int, stream: Stream) -> Iterator[bool]:
@@ -272,14 +235,26 @@ class Reader:
         finally:
             early.release()
 
-    def _send_pinned(
+    def _hold(
+        self,
+        records: Sequence[Record],
+        early: Early | None,
+        urgent: bool,
+        stream: Stream,
+        answer: _Answer,
+    ) -> AbstractContextManager[Held]:
+        """A window's objects, from what is under way of it, if anything is."""
+        if early is None:
+            return self._pins.of(records, urgent, answer.is_gone)
+        return self._pins.of_early(early, urgent, stream, answer.is_gone)
+
+    def _send_held(
         self,
         live: Sequence[Piece],
-        pins: _Pins,
+        held: Held,
         begin_next: Callable[[], None],
         answer: _Answer,
     ) -> Iterator[Frame]:
-        pinned, reasons = pins
         headers: dict[ObjectName, Header] = {}
         try:
             begin_next()
@@ -288,109 +263,43 @@ class Reader:
                     continue
                 if self._before_rows is not None:
                     self._before_rows(Kind(piece.wanted.kind))
-                why = yield from self._send_piece(piece, pinned, headers, reasons, answer)
+                why = yield from self._send_piece(piece, held, headers, answer)
                 if why:
                     answer.dead.add(piece.number)
-                    yield _missing(piece, why)
+                    yield missing(piece, why)
                 elif piece.last:
                     yield Frame(LaneRecord(RecordKind.RANGE_END, piece.number))
             yield Frame(LaneRecord(RecordKind.BARRIER))
         finally:
-            self._tiers.unpin(pinned.values())
             self._catalog.count("served_bytes", answer.served_bytes)
             answer.served_bytes = 0
-
-    def _pins(self, records: Sequence[Record], urgent: bool, answer: _Answer) -> _Pins:
-        """Pins a window's objects; says for those that can not be had why not."""
-        wanted = [r for r in records if r.exists]
-        came = self._pin(wanted, urgent, answer.is_gone)
-        return {one.name: one for one in came if isinstance(one, Pinned)}, self._noted(wanted, came)
-
-    def _early_pins(self, early: Early, urgent: bool, stream: Stream, answer: _Answer) -> _Pins:
-        """As `_pins`, of a window that is under way."""
-        came = early.result()
-        if came is None:
-            return self._pins(early.records, urgent, answer)
-        # What had no room may have some once nothing else is held.
-        late = [i for i, one in enumerate(came) if one in _TOO_EARLY]
-        if late:
-            stream.give_up()
-            again = self._pin([early.records[i] for i in late], urgent, answer.is_gone)
-            for i, one in zip(late, again, strict=True):
-                came[i] = one
-        reasons = self._noted(early.records, came)
-        return {one.name: one for one in came if isinstance(one, Pinned)}, reasons
-
-    def _noted(
-        self, wanted: Sequence[Record], came: Sequence[Pinned | Miss]
-    ) -> dict[ObjectName, Reason]:
-        """Takes note of what came; says of what did not why not."""
-        outcomes = list(zip(wanted, came, strict=True))
-        self._catalog.loaded([r for r, one in outcomes if isinstance(one, Pinned)])
-        return {r.name: self._give_up(r, one) for r, one in outcomes if isinstance(one, Miss)}
-
-    def _let_go(self, wanted: Sequence[Record], came: Sequence[Pinned | Miss]) -> None:
-        """Ends with what was loaded ahead for a reader that has left."""
-        self._noted(wanted, came)
-        self._tiers.unpin(came)
-
-    def _pin_early(
-        self, records: Sequence[Record], is_gone: Callable[[], bool]
-    ) -> list[Pinned | Miss]:
-        return self._pin(records, records[0].name.kind is not Kind.KV, is_gone)
-
-    def _pin(
-        self, wanted: Sequence[Record], urgent: bool, is_gone: Callable[[], bool]
-    ) -> list[Pinned | Miss]:
-        """Pins objects; urgent ones pass others."""
-        if not urgent:
-            self._tiers.gate.wait()
-        loading = sum(r.size for r in wanted if not r.in_cpu)
-        if loading and self._tiers.pool_bytes - self._tiers.used_bytes < loading:
-            self._catalog.make_room(loading)
-        return self._tiers.pin(
-            [(r.name, r.size) for r in wanted],
-            urgent=urgent,
-            timeout_s=self._timeout_s,
-            is_gone=is_gone,
-        )
-
-    def _give_up(self, record: Record, miss: Miss) -> Reason:
-        """Drops a record whose payload is really gone; says why it is not there."""
-        if record.in_redis and miss in _MAY_COME_LATER:
-            self._catalog.late([record])
-            return _MAY_COME_LATER[miss]
-        self._catalog.lost(record)
-        damaged = miss is Miss.DAMAGED
-        return pb.MISS_REASON_INTEGRITY if damaged else pb.MISS_REASON_EVICTED
 
     def _send_piece(
         self,
         piece: Piece,
-        pinned: dict[ObjectName, Pinned],
+        held: Held,
         headers: dict[ObjectName, Header],
-        reasons: dict[ObjectName, Reason],
         answer: _Answer,
     ) -> Generator[Frame, None, Reason]:
         """Sends one piece's rows; returns why it could not, or 0."""
         record = piece.record
-        held = pinned.get(record.name) if record is not None else None
-        if record is None or held is None:
+        pinned = held.pinned.get(record.name) if record is not None else None
+        if record is None or pinned is None:
             gone = pb.MISS_REASON_EVICTED
-            return gone if record is None else reasons.get(record.name, gone)
+            return gone if record is None else held.reasons.get(record.name, gone)
         header = headers.get(record.name)
         if header is None:
             try:
-                header = headers[record.name] = _header_of(held.data, record)
+                header = headers[record.name] = header_for(pinned.data, record)
             except IntegrityError as error:
                 logger.warning("dropped a damaged object: %s", error)
                 self._catalog.count("integrity_errors")
                 self._catalog.lost(record)
                 self._tiers.delete([record.name])
-                self._tiers.unpin(pinned.pop(record.name))
-                reasons[record.name] = pb.MISS_REASON_INTEGRITY
+                self._tiers.unpin(held.pinned.pop(record.name))
+                held.reasons[record.name] = pb.MISS_REASON_INTEGRITY
                 return pb.MISS_REASON_INTEGRITY
-        for frame in _rows(piece, held, header, answer.frame_bytes):
+        for frame in rows_of(piece, pinned, header, answer.frame_bytes):
             if piece.wanted.kind == pb.KIND_KV:
                 self._tiers.gate.wait()
             answer.served_bytes += frame.payload_bytes
@@ -423,72 +332,3 @@ def _used(path: Path, ranges: Sequence[pb.Range], asked: dict[ObjectName, Record
         if record.first_token < end:
             used[record.name] = record
     return list(used.values())
-
-
-def _header_of(data: memoryview, record: Record) -> Header:
-    header = known_header(header_of(data))
-    found = (header.name, header.first_token, header.rows)
-    if found != (record.name, record.first_token, record.rows):
-        raise IntegrityError(
-            f"{record.name.kind.name} object at {record.first_token} holds rows "
-            f"[{header.first_token}, {header.end_token}) of another prefix or position"
-        )
-    if header.header_bytes + header.payload_bytes != len(data):
-        raise IntegrityError(
-            f"object has {len(data)} bytes, wanted {header.header_bytes + header.payload_bytes}"
-        )
-    return header
-
-
-def _rows(piece: Piece, held: Pinned, header: Header, frame_bytes: int) -> Iterator[Frame]:
-    """Frames with a piece's rows, unit-major, each at most `frame_bytes` unless one unit is more.
-
-    Rows that were not asked for never leave the store, so a reader of a shared prefix sees nothing
-    of the sibling whose block it shares.
-    """
-    row_bytes = header.geometry.row_bytes
-    first_unit = piece.wanted.first_unit
-    end_unit = first_unit + (piece.wanted.units or header.geometry.units - first_unit)
-    if not 0 <= first_unit < end_unit <= header.geometry.units:
-        raise InvalidRequest(
-            f"range {piece.number} wants units [{first_unit}, {end_unit}) of "
-            f"{header.geometry.units}"
-        )
-    stride = header.rows * row_bytes
-    first = header.header_bytes + (piece.first - header.first_token) * row_bytes
-    size = (piece.end - piece.first) * row_bytes
-    step = max(1, frame_bytes // size)
-    for unit in range(first_unit, end_unit, step):
-        units = min(step, end_unit - unit)
-        start = first + unit * stride
-        rows = LaneRecord(
-            RecordKind.ROWS,
-            piece.number,
-            tier=pb.TIER_CPU if held.source == "cpu" else pb.TIER_REDIS,
-            first_unit=unit,
-            units=units,
-            first_token=piece.first,
-            rows=piece.end - piece.first,
-            row_bytes=row_bytes,
-            offset=held.pool_offset + start,
-            stride=stride,
-            prefix_hash=held.name.prefix_hash,
-        )
-        ends = start + (units - 1) * stride + size
-        if size == stride:
-            yield Frame(rows, (held.data[start:ends],), header)
-            continue
-        pieces = tuple(held.data[at : at + size] for at in range(start, ends, stride))
-        yield Frame(rows, pieces, header)
-
-
-def _missing(piece: Piece, reason: Reason) -> Frame:
-    return Frame(
-        LaneRecord(
-            RecordKind.MISSING,
-            piece.number,
-            code=reason,
-            first_token=piece.first,
-            rows=piece.end - piece.first,
-        )
-    )

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from tailreplay.store.auth import Access, Principal
     from tailreplay.store.core import Store
-    from tailreplay.store.reader import Frame
+    from tailreplay.store.frames import Frame
 
 
 class StoreService(rpc.StoreServicer):

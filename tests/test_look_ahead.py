@@ -1,5 +1,6 @@
 """What a Fetch loads from Redis while it sends: how much, and what becomes of it."""
 
+import threading
 import time
 from contextlib import closing
 
@@ -136,6 +137,33 @@ def test_what_found_no_room_ahead_comes_when_it_is_its_turn(store):
     store.tiers.abandon([place])
     assert not missing
     assert is_settled(store)
+
+
+def test_pins_taken_ahead_end_with_a_wait_for_the_rest_that_fails(store, redis_server):
+    """The pool has room for two of the next window's three objects."""
+    free = store.tiers.pool_bytes - store.tiers.used_bytes
+    name = ObjectName(bytes(32), Kind.CHECKPOINT, bytes(32))
+    (place,) = store.tiers.reserve([name], free - MIB - MIB // 3)
+    assert isinstance(place, Reserved)
+    in_doubt = threading.Event()
+
+    def is_gone() -> bool:
+        if in_doubt.is_set():
+            raise OSError("the reader's socket is closed")
+        return False
+
+    with closing(open_fetch(store, is_gone=is_gone)) as frames:
+        first_rows(frames)
+        until(lambda: loaded(store) == WINDOW_BLOCKS + 2)
+        until(lambda: not store.tiers._loader._waiters)
+        redis_server.pause()
+        next(frame for frame in frames if frame.record.kind is RecordKind.BARRIER)
+        in_doubt.set()
+        with pytest.raises(OSError, match="socket"):
+            next(frames)
+    redis_server.resume()
+    until(lambda: is_settled(store))
+    store.tiers.abandon([place])
 
 
 def test_streams_leave_half_of_the_leases_to_windows_that_are_sent(store):
