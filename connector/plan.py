@@ -26,6 +26,16 @@ if TYPE_CHECKING:
 
     from tailreplay.connector.policy import CachePolicy
 
+LEAST_SAVING = 2
+"""How many times its rows a tail of `auto` must spare, to be taken in place of what is exact.
+
+A tail of half of the gap and more saves little, and says that the states still hold what is far
+back: there a tenth of error in them can cost answers.
+
+Measured: without this, .956 of the needles of a miniature that keeps them in its states, at tails
+of .6 to .94 of the prefix; benchmarks/README.md has what came of it.
+"""
+
 
 def plan_fetch(
     stored: StoredPrefix, prompt_tokens: int, policy: CachePolicy, shape: ModelShape
@@ -134,10 +144,10 @@ def _plan_exact(
 def _plan_auto(
     stored: StoredPrefix, usable: int, policy: CachePolicy, shape: ModelShape
 ) -> FetchPlan:
-    """Exact where that is no more work than the tail that keeps to the error budget; else that.
+    """A tail that keeps to the error budget, if it is short enough to be worth it; else exact.
 
-    Exact, if need be at a smaller boundary, also where such a tail is not known, not stored or
-    longer than what may be replayed. A gap that may be prefilled again anyway is not looked at.
+    Exact, if need be at a smaller boundary, also where such a tail is not known or not stored. A
+    gap that may be prefilled again anyway is not looked at.
     """
     exact = _plan_exact(stored, usable, policy, shape)
     short = exact.recomputed_tokens <= policy.max_reprefill_tokens
@@ -147,9 +157,8 @@ def _plan_auto(
     if tail is None:
         wanted = tails_within(stored.figures_at(usable), policy.error_budget)
         return replace(exact, tail_wanted=max(wanted) if wanted else None)
-    further = tail.used_tokens - exact.used_tokens
-    less = tail.replayed_tokens < exact.replayed_tokens + exact.recomputed_tokens
-    if further > 0 or (further == 0 and less):
+    gap = tail.used_tokens - exact.checkpoint_token
+    if tail.used_tokens >= exact.used_tokens and LEAST_SAVING * tail.replayed_tokens < gap:
         return tail
     return replace(exact, tail_wanted=tail.tail_wanted)
 

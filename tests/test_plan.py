@@ -192,7 +192,9 @@ def test_auto_never_uses_less_than_exact_nor_works_more_for_as_much(stored, prom
         assert auto.replayed_tokens + auto.recomputed_tokens <= (
             exact.replayed_tokens + exact.recomputed_tokens
         )
-    if auto.mode != "tail":
+    if auto.mode == "tail":
+        assert 2 * auto.replayed_tokens < auto.used_tokens - exact.checkpoint_token
+    else:
         assert replace(auto, tail_wanted=None) == exact
 
 
@@ -252,11 +254,19 @@ def test_without_figures_auto_is_exact():
     assert plan_fetch(stored, 3001, CachePolicy(mode="tail"), SHAPE).mode == "tail"
 
 
-@pytest.mark.parametrize(("checkpoint", "mode"), [(2500, "tail"), (2700, "exact")])
-def test_auto_takes_what_is_less_work(checkpoint, mode):
+@pytest.mark.parametrize(("checkpoint", "mode"), [(2193, "tail"), (2194, "exact"), (2700, "exact")])
+def test_auto_takes_a_tail_only_where_it_is_less_than_half_of_the_gap(checkpoint, mode):
+    """A tail of 400 and the conv's 3, at 3000."""
     stored = at_boundary(3000, 400, 400, 400, checkpoints=[checkpoint])
     plan = plan_fetch(stored, 3001, auto(), SHAPE)
     assert (plan.mode, plan.used_tokens) == (mode, 3000)
+
+
+def test_a_tail_of_half_the_prefix_is_a_miss_where_exact_may_not_go_as_far():
+    """Its length says that the states hold what is far back, whatever exact may replay."""
+    for tail, mode in ((1496, "tail"), (1497, "miss")):
+        plan = plan_fetch(at_boundary(3000, tail), 3001, auto(), SHAPE)
+        assert (plan.mode, plan.tail_wanted) == (mode, tail)
 
 
 def test_a_boundary_short_of_the_page_with_the_figures_has_none():

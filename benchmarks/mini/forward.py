@@ -120,24 +120,6 @@ def replay(
     return states
 
 
-def replay_tokens(
-    model: Net, ids: Tensor, kv: dict[int, tuple[Tensor, Tensor]], k: int
-) -> dict[int, State]:
-    """GDN states rebuilt without hiddens: the last `k` of `ids` `[B, T]` run with the stored KV."""
-    length = ids.shape[1]
-    x = model.model.embed_tokens(ids[:, length - k :])
-    rope = rotary(model, length - k, length)
-    states: dict[int, State] = {}
-    for i, block in enumerate(model.model.layers):
-        y = _normed(block, x)
-        if attends(block):
-            out, _ = attention(block.self_attn, y, rope, stored=kv[i])
-        else:
-            out, states[i] = gdn(block.linear_attn, y, None)
-        x = _added(block, x, out)
-    return states
-
-
 def attends(block: nn.Module) -> bool:
     """Whether a layer is one of full attention."""
     return hasattr(block, "self_attn")
@@ -164,21 +146,18 @@ def attention(
     x: Tensor,
     rope: Rope | None,
     past: tuple[Tensor, Tensor] | None = None,
-    stored: tuple[Tensor, Tensor] | None = None,
     window: int | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """FA sublayer on `x` `[B, T, D]`, normed; returns its output and all keys and values.
 
-    `past` stands before x's own keys and values, `stored` instead of them too; `window` is how
-    many tokens are seen from each, None = all.
+    `past` stands before x's own keys and values; `window` is how many tokens are seen from each,
+    None = all.
     """
     q, k, gate = _queries(layer, x)
     q, k = _rotate(q.transpose(1, 2), rope), _rotate(k.transpose(1, 2), rope)
     v = layer.v_proj(x).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2)
     mask = None
-    if stored is not None:
-        k, v = stored
-    elif past is not None:
+    if past is not None:
         k, v = torch.cat((past[0], k), 2), torch.cat((past[1], v), 2)
     ahead = k.shape[2] - q.shape[2]
     if ahead or window is not None:

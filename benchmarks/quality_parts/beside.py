@@ -1,16 +1,16 @@
-"""Worked out beside the engine: hiddens in 8 bits, and a tail without hiddens; none serves them."""
+"""Worked out beside the engine, which does not serve it: hiddens in 8 bits."""
 
 import math
 
 import torch
-from mini.forward import Net, Stored, extend, replay, replay_tokens
+from mini.forward import Net, Stored, extend, replay
 from torch import Tensor
 
 from tailreplay.connector.tail_plan import CONV_ROWS
 
 RATIO = 0.1
-BESIDE = ("tail 10% fp8", "tail 10%, no hiddens")
-"""A tail of 10% from hiddens in fp8 (e4m3, a scale a row), and from tokens and stored KV alone."""
+BESIDE = "tail 10% fp8"
+"""A tail of 10% from hiddens in fp8 (e4m3, a scale a row)."""
 
 _FP8_MAX = 448.0
 
@@ -29,8 +29,8 @@ def prefilled(model: Net, context: list[int]) -> Stored:
 @torch.no_grad()
 def beside(
     model: Net, stored: Stored, prompt: list[int], m: int, new_tokens: int
-) -> dict[str, tuple[Tensor, list[int]]]:
-    """Logits behind the boundary `[q, V]` and continuation, by column.
+) -> tuple[Tensor, list[int]]:
+    """Logits behind the boundary `[q, V]`, and continuation.
 
     Args:
         model: the model.
@@ -44,11 +44,8 @@ def beside(
     hidden = {
         source: h[:, :m] if source < 0 else in_fp8(h[:, :m]) for source, h in stored.hidden.items()
     }
-    states = (replay(model, hidden, rows), replay_tokens(model, ids[:, :m], kv, rows))
-    return {
-        name: _answered(model, ids[:, m:], Stored(kv, {}, found), new_tokens)
-        for name, found in zip(BESIDE, states, strict=True)
-    }
+    states = replay(model, hidden, rows)
+    return _answered(model, ids[:, m:], Stored(kv, {}, states), new_tokens)
 
 
 def in_fp8(hidden: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from case_helpers import drop
 from mini import model as minis
 from mini.forward import Stored
 from torch import Tensor
@@ -23,7 +24,11 @@ from tailreplay.store.tokens import extended_tokens
 RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2)
 OFF = "auto .1, no ckpt"
 WIDE = "auto .3, no ckpt"
-"""Served last: the store has lost the context's checkpoints by then."""
+BARE = "tail 10%, no hiddens"
+
+_LAST = (OFF, WIDE, BARE)
+"""Served last, in this order, which is that of their names: the store has lost the context's
+checkpoints by then, and for BARE its hiddens."""
 
 BY_ENGINE: dict[str, dict[str, Any]] = {
     "full": {"mode": "off"},
@@ -33,9 +38,10 @@ BY_ENGINE: dict[str, dict[str, Any]] = {
     OFF: {"mode": "auto", "error_budget": 0.1},
     WIDE: {"mode": "auto", "error_budget": 0.3},
     "exact": {"mode": "exact"},
+    BARE: {"mode": "tail", "replay_ratio": 0.1},
 }
 
-COLUMNS = (*BY_ENGINE, *BESIDE)
+COLUMNS = (*BY_ENGINE, BESIDE)
 """All of them, in the order of the tables."""
 
 AGAIN = "full, other chunks"
@@ -45,6 +51,7 @@ _SETTINGS = {
     "prefill_chunk_tokens": 256,  # checkpoints that near, for contexts of hundreds of tokens
     "min_tail_tokens": 4,  # so that r is what the column says
     "max_reprefill_tokens": 0,  # no gap is prefilled again, all are replayed
+    "exact_repair": False,  # nothing is stored, and its forwards would be taken for a request's
     "match_timeout_s": 600.0,  # a lookup that a busy machine delays is no miss
     "stall_timeout_s": 600.0,
 }
@@ -92,22 +99,26 @@ class Bench:
         if not self._writer.flush(60):
             raise RuntimeError("the context was not stored within 60 s")
         served: list[dict[str, Served]] = [{} for _ in prompts]
-        for name in sorted(columns, key=lambda name: name in (OFF, WIDE)):
-            if name in (OFF, WIDE):
-                self._lose_states(context)
+        for name in sorted(set(columns) - {BESIDE}, key=lambda name: (name in _LAST, name)):
+            self._lose(context, name)
             for prompt, into in zip(prompts, served, strict=True):
-                if name not in BESIDE:
-                    into[name] = self._serve(name, prompt)
-        if set(BESIDE) & set(columns):
+                into[name] = self._serve(name, prompt)
+        if BESIDE in columns:
             stored = prefilled(self._model, context)
             for prompt, into in zip(prompts, served, strict=True):
-                into |= self._beside(stored, prompt)
+                into[BESIDE] = self._beside(stored, prompt)
         return [{name: into[name] for name in columns} for into in served]
 
-    def _beside(self, stored: Stored, prompt: Prompt) -> dict[str, Served]:
+    def _beside(self, stored: Stored, prompt: Prompt) -> Served:
         found = beside(self._model, stored, prompt.ids, prompt.m, prompt.new_tokens)
-        report = {"mode": "tail", "replayed_tokens": tail_rows(prompt.m)}
-        return {name: Served(*given, report) for name, given in found.items()}
+        return Served(*found, {"mode": "tail", "replayed_tokens": tail_rows(prompt.m)})
+
+    def _lose(self, context: list[int], column: str) -> None:
+        """Makes the store lose what a column is served without."""
+        if column in _LAST:
+            self._lose_states(context)
+        if column == BARE:
+            drop(self._server, self._writer, context, Kind.HIDDEN, from_token=0)
 
     def _lose_states(self, context: list[int]) -> None:
         """Makes the store lose every checkpoint of a context."""
@@ -163,5 +174,7 @@ def _check(name: str, prompt: Prompt, report: dict[str, Any]) -> None:
     if report["used_tokens"] != wanted and not chosen:
         print(report, file=sys.stderr)
         raise RuntimeError(f"{name}: used {report['used_tokens']} tokens, wanted {wanted}")
-    if name in (OFF, WIDE) and report["checkpoint_token"]:
+    if name in _LAST and report["checkpoint_token"]:
         raise RuntimeError("a checkpoint outlived being lost")
+    if name == BARE and report["replay_from"] != "tokens":
+        raise RuntimeError(f"{name}: replayed {report['replay_from']}")

@@ -17,9 +17,6 @@ QUESTIONS = 16
 HOPS = 2
 """Links of a chain behind its first."""
 
-LONGEST_TRAINED = 2048
-"""Beyond it only needles in text and natural text are asked."""
-
 AHEAD = 256
 """Tokens of natural text judged behind a boundary."""
 
@@ -65,10 +62,9 @@ def rows(lengths: tuple[int, ...]) -> Iterator[Row]:
     for n in lengths:
         keys = max(4, n // 32)
         yield Row("needles in text", "needles", n, Load(0, keys, QUESTIONS))
-        if n <= LONGEST_TRAINED:
-            yield Row("needles packed", "needles", n, Load(0, 0, QUESTIONS, packed=True))
-            yield Row("tracking", "track", n, Load(0, keys, QUESTIONS, hops=HOPS))
-            yield Row("common words", "common", n, Load(0, 0, 1))
+        yield Row("needles packed", "needles", n, Load(0, 0, QUESTIONS, packed=True))
+        yield Row("tracking", "track", n, Load(0, keys, QUESTIONS, hops=HOPS))
+        yield Row("common words", "common", n, Load(0, 0, 1))
         yield Row("natural text", "text", n, Load(0, 0, 0))
 
 
