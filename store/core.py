@@ -100,8 +100,8 @@ class Store:
             ),
             redis=redis_tier(config),
             bulk=bulk_tiers(config),
-            on_redis_stored=self.catalog.redis_stored,
-            on_redis_failed=self.catalog.redis_failed,
+            on_redis_stored=self.catalog.redis.stored,
+            on_redis_failed=self.catalog.redis.failed,
             gate=UrgentGate(clock=clock),
         )
         self.catalog.attach(self.tiers)
@@ -306,7 +306,7 @@ class Store:
     def _restore(self) -> bool:
         """Lists what Redis has; says whether that was everything."""
         try:
-            listed = self.catalog.restore()
+            listed = self.catalog.redis.restore()
         except StoreUnavailable as error:
             logger.debug("nothing restored yet: %s", error)
             return False
@@ -316,15 +316,15 @@ class Store:
 
     def _renew_used(self) -> None:
         try:
-            self.catalog.renew_used()
+            self.catalog.redis.renew_used()
         except StoreUnavailable as error:
             logger.debug("what is used was not renewed in Redis: %s", error)
 
     def _forget_expired(self) -> None:
         """A little at a time, so that lookups come between."""
-        row = self.catalog.forget_expired(0)
+        row = self.catalog.redis.forget_expired(0)
         while row and not self._closing.wait(_FORGET_PAUSE_S):
-            row = self.catalog.forget_expired(row)
+            row = self.catalog.redis.forget_expired(row)
 
     def _tick(self) -> None:
         """Ends stalled streams; waits for nothing else."""

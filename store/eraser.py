@@ -152,7 +152,7 @@ class Eraser:
     def _list_all_of(self, namespace: bytes) -> None:
         """Lists what other stores have put into Redis as well."""
         try:
-            self._catalog.restore(namespace)
+            self._catalog.redis.restore(namespace)
         except StoreUnavailable as error:
             logger.debug("not all of a namespace is listed: %s", error)
 

@@ -122,7 +122,7 @@ class OperatorPins:
         with self._lock:
             pin = self._pins.pop(pin_id, None)
         if pin is not None:
-            self._catalog.release(pin.records)
+            self._catalog.room.release(pin.records)
         return pin is not None
 
     def expire(self) -> None:
@@ -145,7 +145,7 @@ class OperatorPins:
         """Makes sure that objects are in the CPU tier, and keeps those that are."""
         missing = sum(record.size for record in records if not record.in_cpu)
         if missing and self._tiers.pool_bytes - self._tiers.used_bytes < missing:
-            self._catalog.make_room(missing)
+            self._catalog.room.make(missing)
         held = self._tiers.pin(
             [(record.name, record.size) for record in records],
             urgent=False,
@@ -153,6 +153,6 @@ class OperatorPins:
         )
         kept = [record for record, pin in zip(records, held, strict=True) if pin is not None]
         self._catalog.loaded(kept)
-        self._catalog.keep(kept)  # before they are let go, so that none is evicted between
+        self._catalog.room.keep(kept)  # before they are let go, so that none is evicted between
         self._tiers.unpin(held)
         return kept

@@ -198,13 +198,13 @@ class Operators:
     def _enforce(self, tenant: bytes, limits: Limits) -> None:
         over = self._quotas.over(tenant, "cpu")
         if over:
-            self._catalog.make_room(over, tenant)
+            self._catalog.room.make(over, tenant)
         over = self._quotas.over(tenant, "redis") if limits.redis_bytes is not None else 0
         if over:
             victims = self._quotas.victims(tenant, "redis", over, lambda _: False)
             names = [record.name for record in victims]
             size = sum(record.size for record in victims)
-            self._catalog.no_longer_in_redis(victims)
+            self._catalog.redis.gone(victims)
             self._tiers.delete_in_redis(names)
             self._quotas.evicted(tenant, size)
 
@@ -281,7 +281,7 @@ class Operators:
         )
 
     def _object_info(self, record: Record) -> pb.ObjectInfo:
-        idle_s = self._catalog.idle_s(record)
+        idle_s = self._catalog.room.idle_s(record)
         return pb.ObjectInfo(
             kind=pb.Kind.ValueType(record.name.kind),
             first_token=record.first_token,
@@ -293,7 +293,7 @@ class Operators:
                 for tier in get_args(TierName)
                 if (record.in_cpu if tier == "cpu" else record.in_redis)
             ],
-            pinned=self._catalog.is_kept(record),
+            pinned=self._catalog.room.is_kept(record),
             idle_s=idle_s,
             prefix_hash=record.name.prefix_hash,
         )

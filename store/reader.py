@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from tailreplay.proto import store_pb2 as pb
-from tailreplay.store.catalog import records_on
 from tailreplay.store.errors import IntegrityError, InvalidRequest
 from tailreplay.store.frames import Frame, header_for, missing, rows_of
 from tailreplay.store.lane_wire import LaneRecord, RecordKind
@@ -174,7 +173,7 @@ class Reader:
     def _pieces(self, path: Path, number: int, wanted: pb.Range) -> list[Piece]:
         first, end = wanted.first_token, wanted.end_token
         pieces, at = [], first
-        for record in records_on(path, Kind(wanted.kind)):
+        for record in path.of(Kind(wanted.kind)):
             if record.end_token <= at or at >= end:
                 continue
             stop = min(record.end_token, end)
@@ -328,7 +327,7 @@ def _used(path: Path, ranges: Sequence[pb.Range], asked: dict[ObjectName, Record
     """What a fetch has used: all it has come to, and the keys and values before that."""
     used = dict(asked)
     end = max((r.end_token for r in ranges if r.kind == pb.KIND_KV), default=0)
-    for record in records_on(path, Kind.KV):
+    for record in path.kv:
         if record.first_token < end:
             used[record.name] = record
     return list(used.values())

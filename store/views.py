@@ -141,3 +141,7 @@ class Path(NamedTuple):
 
     kv: tuple[Record, ...] = ()
     hidden: tuple[Record, ...] = ()
+
+    def of(self, kind: Kind) -> tuple[Record, ...]:
+        """Those of one kind; a path has no checkpoints."""
+        return {Kind.KV: self.kv, Kind.HIDDEN: self.hidden}.get(kind, ())

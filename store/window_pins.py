@@ -119,7 +119,7 @@ class WindowPins:
             self._tiers.gate.wait()
         loading = sum(r.size for r in wanted if not r.in_cpu)
         if loading and self._tiers.pool_bytes - self._tiers.used_bytes < loading:
-            self._catalog.make_room(loading)
+            self._catalog.room.make(loading)
         return self._tiers.pin(
             [(r.name, r.size) for r in wanted],
             urgent=urgent,

@@ -203,7 +203,7 @@ class PutSession:
 
     def _reserved(self, queue: Iterable[pb.PutObject]) -> list[_Due]:
         """The first objects of the queue, with room for each that there is room for."""
-        most = 0 if self._catalog.is_limited(self._prompt.namespace) else self._batch_bytes
+        most = 0 if self._catalog.room.is_limited(self._prompt.namespace) else self._batch_bytes
         batch: list[_Due] = []
         by_size: dict[int, list[_Due]] = {}
         for wanted in queue:
@@ -213,7 +213,7 @@ class PutSession:
             batch.append(due := _Due(wanted, self._name(wanted)))
             by_size.setdefault(wanted.size_bytes, []).append(due)
         try:
-            if self._catalog.allow(self._prompt.namespace, batch[0].wanted.size_bytes):
+            if self._catalog.room.allow(self._prompt.namespace, batch[0].wanted.size_bytes):
                 for size, dues in by_size.items():
                     self._reserve(dues, size)
         except BaseException:
@@ -224,7 +224,7 @@ class PutSession:
     def _reserve(self, dues: Sequence[_Due], size: int) -> None:
         self._ask(dues, size)
         if len(dues) > 1 and (full := [due for due in dues if due.outcome is PutOutcome.FULL]):
-            self._catalog.make_room(size * len(full))
+            self._catalog.room.make(size * len(full))
             self._ask(full, size)
             for due in full:  # each by itself, since many get room together or not at all
                 if due.outcome is PutOutcome.FULL:
@@ -233,7 +233,7 @@ class PutSession:
             if due.outcome is PutOutcome.EXISTS and self._tiers.evict([due.name]):
                 # It was approximate, or a load from Redis that nobody waited for left it unlisted.
                 self._ask([due], size)
-            while due.outcome is PutOutcome.FULL and self._catalog.make_room(size):
+            while due.outcome is PutOutcome.FULL and self._catalog.room.make(size):
                 self._ask([due], size)
 
     def _ask(self, dues: Sequence[_Due], size: int) -> None:

@@ -28,7 +28,6 @@ from tailreplay.connector.report import Report
 from tailreplay.connector.stored import stored_prefix
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
-from tailreplay.store.catalog import records_on
 from tailreplay.store.chain import PrefixChain
 from tailreplay.store.objects import Kind
 from tailreplay.store.tokens import extended_tokens
@@ -230,7 +229,7 @@ def drop(
     """Makes a store lose the objects of a kind that end after a token of a stored prompt."""
     chain = PrefixChain(engine.namespace, extended_tokens(tokens))
     path = server.store.catalog.path(engine.namespace, chain.prefix_hash(len(tokens)))
-    for record in list(records_on(path, kind)):
+    for record in path.of(kind):
         if record.end_token > from_token:
             server.store.catalog.lost(record)
             server.store.tiers.delete([record.name])

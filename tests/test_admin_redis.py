@@ -202,7 +202,7 @@ def test_a_pin_brings_what_is_in_redis_alone(running):
         prefix = prefix_of(ACME)
         client.put(prefix)
         settle(client)
-        store.store.catalog.make_room(store.store.tiers.pool_bytes)
+        store.store.catalog.room.make(store.store.tiers.pool_bytes)
         assert {r.tier for r in client.match(prefix).runs} == {pb.TIER_REDIS}
         request = pb.PinRequest(
             namespace=prefix.namespace, tokens=to_wire(prefix.tokens), seconds=60
@@ -210,7 +210,7 @@ def test_a_pin_brings_what_is_in_redis_alone(running):
         made = client.admin.Pin(request, timeout=20)
         assert (made.objects, made.left_out_bytes) == (21, 0)
         assert {r.tier for r in client.match(prefix).runs} == {pb.TIER_CPU}
-        store.store.catalog.make_room(store.store.tiers.pool_bytes)
+        store.store.catalog.room.make(store.store.tiers.pool_bytes)
         assert {r.tier for r in client.match(prefix).runs} == {pb.TIER_CPU}
 
 

@@ -74,7 +74,7 @@ def test_what_left_memory_comes_back_from_files_also_after_a_restart(opened, fol
     with opened() as (store, client):
         put(client, folder)
         lose_payloads(raw)
-        store.catalog.make_room(4 * MIB)
+        store.catalog.room.make(4 * MIB)
         assert {run.tier for run in client.match(PREFIX).runs} == {pb.TIER_REDIS}
         assert all_came(client)
     with opened() as (_, client):
@@ -88,7 +88,7 @@ def test_a_redis_that_refuses_payloads_leaves_them_to_the_files(opened, folder, 
         put(client, folder)
         assert store.tiers.redis_status()["refused"] == len(PREFIX.spans())
         assert not raw.keys("tailreplay:o:*")
-        store.catalog.make_room(4 * MIB)
+        store.catalog.room.make(4 * MIB)
         assert all_came(client)
 
 
@@ -100,14 +100,14 @@ def test_what_no_place_takes_stays_in_memory_alone(opened, folder, raw):
         assert client.put(PREFIX).dropped == 0
         until(lambda: not client.stats().redis_pending_bytes)
         assert not [t for t in client.stats().tiers if t.tier == pb.TIER_REDIS and t.objects]
-        assert store.catalog.make_room(4 * MIB)
+        assert store.catalog.room.make(4 * MIB)
 
 
 def test_a_damaged_or_cut_file_is_an_integrity_miss_and_goes(opened, folder, raw):
     with opened() as (store, client):
         put(client, folder)
         lose_payloads(raw)
-        store.catalog.make_room(4 * MIB)
+        store.catalog.room.make(4 * MIB)
         flipped, cut, _ = files(folder)
         data = flipped.read_bytes()
         flipped.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))

@@ -56,7 +56,7 @@ def whole_store(tmp_path_factory, steps):
 @pytest.fixture
 def store(whole_store):
     """The module's store, empty."""
-    whole_store.catalog.make_room(whole_store.tiers.pool_bytes)
+    whole_store.catalog.room.make(whole_store.tiers.pool_bytes)
     assert whole_store.tiers.used_bytes == 0
     return whole_store
 
@@ -95,7 +95,7 @@ def test_late_blocks_of_the_prefix_stored_first_go_first(store, space):
     old, new = two(space)
     put(store, old, KV)
     put(store, new, KV)
-    assert store.catalog.make_room(2 * BLOCK_BYTES)
+    assert store.catalog.room.make(2 * BLOCK_BYTES)
     assert (kv(store, old), kv(store, new)) == ([(0, 512)], [(0, 1024)])
 
 
@@ -104,7 +104,7 @@ def test_a_fetch_counts_as_a_use(store, space):
     put(store, old, KV)
     put(store, new, KV)
     fetch(store, old, span_range(KV, 700, 1024))  # the blocks before are of use with it alone
-    assert store.catalog.make_room(4 * BLOCK_BYTES)
+    assert store.catalog.room.make(4 * BLOCK_BYTES)
     assert (kv(store, old), kv(store, new)) == ([(0, 1024)], [])
 
 
@@ -114,7 +114,7 @@ def test_a_longer_put_keeps_the_blocks_it_goes_on_from(store, space):
     put(store, other, KV)
     second_turn = Prefix(space, [*BASE, *range(5000, 5256)])
     store.put(put_frames(second_turn, [(KV, 1024, 1280)]), lambda: None)
-    assert store.catalog.make_room(4 * BLOCK_BYTES)
+    assert store.catalog.room.make(4 * BLOCK_BYTES)
     assert (kv(store, second_turn), kv(store, other)) == ([(0, 1280)], [])
 
 
@@ -122,7 +122,7 @@ def test_a_fetch_of_many_windows_leaves_late_blocks_the_first_to_go(store, space
     long = Prefix(space, range(40 * 256))  # more than one window of 1 MiB
     put(store, long, KV)
     fetch(store, long, span_range(KV, 0, len(long)))
-    assert store.catalog.make_room(BLOCK_BYTES)
+    assert store.catalog.room.make(BLOCK_BYTES)
     assert kv(store, long) == [(0, 39 * 256)]
 
 
@@ -132,8 +132,8 @@ def test_a_partial_block_goes_before_all_else_once_a_longer_one_covers_it(store,
     shorter, longer = Prefix(space, [9, *BASE[:299]]), Prefix(space, [9, *BASE[:399]])
     put(store, shorter, KV, HIDDEN)
     put(store, longer, KV, HIDDEN)
-    assert store.catalog.make_room(1)
-    assert store.catalog.make_room(1)
+    assert store.catalog.room.make(1)
+    assert store.catalog.room.make(1)
     assert runs_of(match(store, unrelated), KV) == [(0, 1024)]
     assert runs_of(match(store, longer), KV) == runs_of(match(store, longer), HIDDEN) == [(0, 400)]
     # The shorter sequence is served from the longer sibling's block, to the last token.
@@ -148,7 +148,7 @@ def test_what_is_pinned_stays_and_others_go_in_its_place(store, space):
     put(store, new, KV)
     sizes = [(old.name(KV, end), BLOCK_BYTES) for end in (256, 512, 768, 1024)]
     pinned = store.tiers.pin(sizes, urgent=True, timeout_s=5)
-    assert store.catalog.make_room(BLOCK_BYTES)
+    assert store.catalog.room.make(BLOCK_BYTES)
     assert (kv(store, old), kv(store, new)) == ([(0, 1024)], [(0, 768)])
     store.tiers.unpin(pinned)
 
@@ -162,14 +162,14 @@ def test_what_is_on_its_way_to_redis_stays_until_it_is_there_or_given_up(store, 
     frames = put_frames(prefix, prefix.spans(KV))
     assert writer.put(frames, lambda begin: begin.namespace).stored == 4
     assert catalog.figures()["redis_pending_bytes"] == 4 * BLOCK_BYTES
-    assert not catalog.make_room(BLOCK_BYTES)
-    catalog.redis_failed([prefix.name(KV, 256), prefix.name(KV, 512)])
-    assert catalog.make_room(4 * BLOCK_BYTES)
+    assert not catalog.room.make(BLOCK_BYTES)
+    catalog.redis.failed([prefix.name(KV, 256), prefix.name(KV, 512)])
+    assert catalog.room.make(4 * BLOCK_BYTES)
     assert catalog.figures()["redis_pending_bytes"] == 2 * BLOCK_BYTES
     names = [prefix.name(KV, end) for end in (256, 512, 768, 1024)]
     assert store.tiers.resident(names) == [False, False, True, True]
-    catalog.redis_failed(names)
-    assert catalog.make_room(2 * BLOCK_BYTES)
+    catalog.redis.failed(names)
+    assert catalog.room.make(2 * BLOCK_BYTES)
     manifests.close()
 
 
@@ -177,18 +177,18 @@ def test_room_that_the_pool_does_not_have_is_not_made(store, space):
     prefix, _ = two(space)
     put(store, prefix)
     before = store.tiers.used_bytes
-    assert not store.catalog.make_room(store.tiers.pool_bytes + 1)
+    assert not store.catalog.room.make(store.tiers.pool_bytes + 1)
     assert store.tiers.used_bytes == before
 
 
 def test_an_empty_pool_has_nothing_to_evict(store):
-    assert not store.catalog.make_room(1)
+    assert not store.catalog.room.make(1)
 
 
 def test_what_was_evicted_is_no_longer_known(store, space):
     prefix, _ = two(space)
     put(store, prefix)
-    assert store.catalog.make_room(store.tiers.pool_bytes)
+    assert store.catalog.room.make(store.tiers.pool_bytes)
     found = match(store, prefix)
     assert (found.matched_tokens, list(found.checkpoints)) == (0, [])
     assert store.catalog.figures()["blocks"] == 0
@@ -211,12 +211,12 @@ def test_a_reader_that_comes_late_does_not_bring_an_evicted_record_back(store, s
     prefix = Prefix(space, BASE[:256])
     put(store, prefix)
     old = store.catalog.record(prefix.name(KV, 256))
-    store.catalog.make_room(store.tiers.pool_bytes)
+    store.catalog.room.make(store.tiers.pool_bytes)
     put(store, prefix)
     store.catalog.loaded([old])
     store.catalog.used([old])
     assert not old.exists
-    assert store.catalog.make_room(store.tiers.pool_bytes)
+    assert store.catalog.room.make(store.tiers.pool_bytes)
     assert store.catalog.tier_figures() == {}
     assert store.tiers.used_bytes == 0
 
@@ -251,7 +251,7 @@ def test_sums_of_the_tiers_agree_with_a_count_of_what_is_there(store, space):
     prefixes = [Prefix(space, [i, *BASE]) for i in range(3)]
     for prefix in prefixes:
         put(store, prefix, KV, HIDDEN, CHECKPOINT)
-    store.catalog.make_room(store.tiers.used_bytes // 2)
+    store.catalog.room.make(store.tiers.used_bytes // 2)
     gone = store.catalog.record(prefixes[2].name(KV, 256))
     store.catalog.lost(gone)
     store.tiers.delete([gone.name])
@@ -326,10 +326,10 @@ def test_states_far_into_prompts_that_nobody_stored_are_not_listed_without_end()
 def test_shapes_of_a_namespace_go_with_its_last_object(store, space):
     prefix = Prefix(space, BASE)
     put(store, prefix)
-    store.catalog.forget_expired(0)
+    store.catalog.redis.forget_expired(0)
     assert set(store.catalog.namespaces()[space][2]) == set(Kind)
-    store.catalog.make_room(store.tiers.pool_bytes)
-    store.catalog.forget_expired(0)
+    store.catalog.room.make(store.tiers.pool_bytes)
+    store.catalog.redis.forget_expired(0)
     assert space not in store.catalog.namespaces()
     other = Prefix(
         space, BASE, {KV: kv_geometry(fa_layers=1, kv_heads=1, head_dim=4, dtype=Dtype.FLOAT32)}
@@ -369,7 +369,7 @@ def test_a_state_that_a_later_turn_has_superseded_goes_before_all_else(store, sp
     second = longer(turn, 300)
     put(store, second, KV, CHECKPOINT)
     assert states(store, second) == [1024, 1324]
-    assert store.catalog.make_room(STATE_BYTES)
+    assert store.catalog.room.make(STATE_BYTES)
     assert states(store, second) == [1324]
     assert kv(store, second) == [(0, 1324)]
     assert states(store, other) == [1025]
@@ -383,7 +383,7 @@ def test_a_state_that_several_start_from_stays(store, space):
         fetch(store, turn, state_of(turn, 1024))
         put(store, longer(turn, 300, seed), KV, CHECKPOINT)
     put(store, old, KV)
-    store.catalog.make_room(STATE_BYTES)
+    store.catalog.room.make(STATE_BYTES)
     assert states(store, longer(turn, 300, 1)) == [1024, 1324]
 
 
@@ -391,7 +391,7 @@ def test_hiddens_far_before_the_end_go_first_where_there_is_a_state(store, space
     prefix, other = Prefix(space, BASE), Prefix(space, [7, *BASE])
     put(store, other, KV)
     put(store, prefix, KV, HIDDEN, CHECKPOINT)
-    assert store.catalog.make_room(12 * object_bytes(GEOMETRY[HIDDEN], 64))
+    assert store.catalog.room.make(12 * object_bytes(GEOMETRY[HIDDEN], 64))
     assert runs_of(match(store, prefix), HIDDEN) == [(768, 1024)]
     assert (kv(store, prefix), kv(store, other)) == ([(0, 1024)], [(0, 1025)])
 
@@ -402,7 +402,7 @@ def test_hiddens_that_were_fetched_or_are_all_there_is_are_as_good_as_any(store,
     fetch(store, fetched, span_range(HIDDEN, 0, 128))
     put(store, alone, KV, HIDDEN)
     put(store, longer(fetched, 10), KV, HIDDEN, CHECKPOINT)
-    store.catalog.make_room(8 * object_bytes(GEOMETRY[HIDDEN], 64))
+    store.catalog.room.make(8 * object_bytes(GEOMETRY[HIDDEN], 64))
     assert runs_of(match(store, alone), HIDDEN) == [(0, 1024)]
     (first, end), *rest = runs_of(match(store, fetched), HIDDEN)
     assert (first, rest != []) == (0, True)

@@ -644,7 +644,7 @@ def test_everything_evicted_meanwhile_is_a_counted_miss():
     class Evicts(StoreClient):
         def match(self, *args, **kwargs):
             answer = super().match(*args, **kwargs)
-            assert server.store.catalog.make_room(server.store.tiers.pool_bytes)
+            assert server.store.catalog.room.make(server.store.tiers.pool_bytes)
             return answer
 
     with serve_in_thread(**STORE) as server, replica(server.address) as engine:

@@ -41,7 +41,7 @@ def store(redis_server, tmp_path):
         for prefix in (PREFIX, OTHER):
             store.put(put_frames(prefix, prefix.spans(Kind.KV)), lambda: None)
         until(lambda: not store.stats().redis_pending_bytes)
-        store.catalog.make_room(16 * MIB)
+        store.catalog.room.make(16 * MIB)
         yield store
 
 
@@ -110,7 +110,7 @@ def test_a_reader_that_leaves_waits_for_nothing_and_leaves_nothing_pinned(store,
     names = [PREFIX.name(Kind.KV, 256 * block) for block in range(10, 13)]
     until(lambda: all(store.tiers.resident(names)))  # asked for is asked for
     # Nothing lies in the pool that nobody knows of.
-    until(lambda: not (store.catalog.make_room(16 * MIB), store.tiers.used_bytes)[1])
+    until(lambda: not (store.catalog.room.make(16 * MIB), store.tiers.used_bytes)[1])
     assert sum(check(f) for f in open_fetch(store) if f.record.kind is RecordKind.ROWS)
 
 
@@ -196,7 +196,7 @@ def test_a_window_that_needs_the_share_of_one_ahead_of_it_gets_it(redis_server, 
     with closing(Store(config)) as store:
         store.put(put_frames(prefix, prefix.spans(Kind.KV, Kind.HIDDEN)), lambda: None)
         until(lambda: not store.stats().redis_pending_bytes)
-        store.catalog.make_room(16 * MIB)
+        store.catalog.room.make(16 * MIB)
         wanted = pb.FetchRequest(
             namespace=prefix.namespace,
             leaf=prefix.chain.prefix_hash(tokens),

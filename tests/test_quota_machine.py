@@ -95,7 +95,7 @@ class Machine(RuleBasedStateMachine):
     @rule(size=st.integers(1, 4 * MIB))
     def evict(self, size: int) -> None:
         pinned = self.pinned()
-        self.store.catalog.make_room(size)
+        self.store.catalog.room.make(size)
         assert pinned <= self.in_cpu().keys()
 
     @rule(tenant=tenants)

@@ -57,6 +57,6 @@ def test_a_store_does_all_it_does_with_the_rights_of_the_page(server, tmp_path):
         assert fetched.rows == {0: prefix.rows(Kind.KV, 0, 512)}
         other = Prefix(prefix.namespace, [*BASE[:300], 9, 9])
         assert client.match(other).matched_tokens == 300
-        second.store.catalog.renew_used()
+        second.store.catalog.redis.renew_used()
     denied = [f"{entry['object']} ({entry['reason']})" for entry in raw.acl_log()]
     assert denied == []

@@ -79,14 +79,14 @@ def test_a_server_that_dies_takes_whole_prompts_along_and_leaves_the_others_whol
     share = {i for i, prefix in enumerate(PREFIXES) if server_of(servers, prefix) == 1}
     with serve_in_thread(**settings) as served, closing(Client(served.address)) as client:
         put_all(client)
-        served.store.catalog.make_room(16 * MIB)
+        served.store.catalog.room.make(16 * MIB)
         assert whole(client) == everyone
-        served.store.catalog.make_room(16 * MIB)
+        served.store.catalog.room.make(16 * MIB)
         servers[1].kill()
         assert whole(client) == everyone - share
         servers[1].start()
         until(lambda: client.stats().redis_healthy, limit_s=5)
-        served.store.catalog.make_room(16 * MIB)
+        served.store.catalog.room.make(16 * MIB)
         assert whole(client) == everyone
 
 
@@ -120,7 +120,7 @@ def test_a_segment_is_read_and_renewed_and_deleted_on_one_server(servers, settin
         put_all(client, [prefix])
         with closing(redis.Redis.from_url(servers[first].url)) as raw:
             assert len(raw.keys("tailreplay:o:*")) >= 64
-        served.store.catalog.make_room(16 * MIB)
+        served.store.catalog.room.make(16 * MIB)
         before = commands(servers, "get", "exists")
         wanted = span_range(Kind.KV, 0, SEGMENT_TOKENS)
         leaf = prefix.chain.prefix_hash(SEGMENT_TOKENS)

@@ -54,7 +54,7 @@ def test_a_server_that_dies_takes_its_share_along_and_brings_it_back(servers, se
         until(lambda: not client.stats().redis_pending_bytes)
         shards = served.store.tiers.redis_status()["shards"]
         assert min(shard["stored"] for shard in shards) > 0
-        evict = served.store.catalog.make_room
+        evict = served.store.catalog.room.make
         evict(16 * MIB)
         assert hits(client) == set(range(24))
         evict(16 * MIB)

@@ -75,7 +75,7 @@ def test_what_is_used_late_in_its_life_gets_another_with_all_that_its_manifest_n
     assert max(lives_s(raw, "m", IDLE) + lives_s(raw, "o", IDLE)) < HOUR_S
     before = raw.info("commandstats")["cmdstat_pexpire"]["calls"]
     fetch(store, USED, HIDDENS)
-    assert store.catalog.renew_used() == 0
+    assert store.catalog.redis.renew_used() == 0
     assert raw.info("commandstats")["cmdstat_pexpire"]["calls"] == before
 
 

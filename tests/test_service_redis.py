@@ -190,7 +190,7 @@ def test_a_value_that_redis_has_dropped_is_an_evicted_miss(client, raw):
 def test_what_the_pool_gave_up_comes_back_from_redis(store, client):
     client.put(LATE)
     until(lambda: settled(client))
-    store.catalog.make_room(store.tiers.pool_bytes)
+    store.catalog.room.make(store.tiers.pool_bytes)
     assert {run.tier for run in client.match(LATE).runs} == {pb.TIER_REDIS}
     fetched = client.fetch(LATE, *everything(LATE))
     assert not fetched.missing
@@ -200,7 +200,7 @@ def test_what_the_pool_gave_up_comes_back_from_redis(store, client):
 def test_a_pool_without_room_says_so_and_loses_nothing(store, client):
     client.put(LATE)
     until(lambda: settled(client))
-    store.catalog.make_room(store.tiers.pool_bytes)
+    store.catalog.room.make(store.tiers.pool_bytes)
     filler = prefix_of(50).name(KV, 256)  # not in the catalog, so that nothing evicts it
     size = store.tiers.pool_bytes - store.tiers.used_bytes - 4096
     assert store.tiers.put(filler, size, lambda memory: None) is PutOutcome.STORED
@@ -232,7 +232,7 @@ def test_redis_may_die_come_late_and_freeze_and_the_store_lives_on(start_redis):
         until(lambda: not client.stats().redis_healthy)
         assert client.fetch(other, span_range(KV, 0, 1000)).rows == {0: other.rows(KV, 0, 1000)}
         # What only Redis has is late, not lost.
-        store.store.catalog.make_room(store.store.tiers.pool_bytes)
+        store.store.catalog.room.make(store.store.tiers.pool_bytes)
         assert client.match(other).matched_tokens == 0
         fetched = client.fetch(prefix, span_range(KV, 0, 1000))
         assert fetched.missing[0].reason == pb.MISS_REASON_DEADLINE
@@ -263,7 +263,7 @@ def test_a_reader_that_leaves_while_redis_is_silent_leaves_no_lease(redis_server
         with closing(Client(store.address)) as client:
             client.put(prefix)
             until(lambda: settled(client))
-        store.store.catalog.make_room(4 * MIB)
+        store.store.catalog.room.make(4 * MIB)
         with StoreClient(store.address, match_timeout_s=20) as client:
             leaf = client.match(prefix.namespace, prefix.tokens).leaf
             stream = client.fetch(prefix.namespace, leaf, [span_range(KV, 0, 1000)], timeout_s=60)

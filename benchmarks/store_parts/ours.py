@@ -178,7 +178,7 @@ def store_child(**settings: Any) -> None:  # noqa: ANN401 - settings of the stor
     store = server.store
 
     def evict() -> Answer:
-        store.catalog.make_room(store.tiers.pool_bytes)
+        store.catalog.room.make(store.tiers.pool_bytes)
         return {"used_bytes": store.tiers.used_bytes}
 
     try:

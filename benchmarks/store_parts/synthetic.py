@@ -13,12 +13,12 @@ import numpy as np
 
 from store_parts.children import Answer, answer_commands, rss_bytes
 from tailreplay.proto import store_pb2 as pb
-from tailreplay.store.catalog import Catalog, records_on
+from tailreplay.store.catalog import Catalog
 from tailreplay.store.chain import digest_key
 from tailreplay.store.core import Store
 from tailreplay.store.evictor import Evictor
 from tailreplay.store.index import TokenIndex
-from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind
+from tailreplay.store.objects import KV_BLOCK_TOKENS
 from tailreplay.store.prompt import Prompt
 from tailreplay.store.record import IN_REDIS
 from tailreplay.store.tokens import to_wire
@@ -94,7 +94,7 @@ def index_weight_child(blocks: int) -> None:
         rss, evictor = rss_bytes(os.getpid()), Evictor()
         for leaf in leaves:
             path = index.paths.to(bytes(32), leaf)
-            evictor.use([*records_on(path, Kind.KV, Kind.HIDDEN)])
+            evictor.use([*path.hidden, *path.kv])
         return {
             "rss_bytes_per_block": grown,
             "more_while_in_cpu_bytes_per_block": (rss_bytes(os.getpid()) - rss) / blocks,

@@ -12,7 +12,7 @@ from tailreplay.connector.plan import plan_fetch, plan_put, prefill_cuts
 from tailreplay.connector.policy import CachePolicy
 from tailreplay.connector.stored import StoredCheckpoint, StoredPrefix
 from tailreplay.store.arrivals import Arrived
-from tailreplay.store.catalog import Catalog, records_on
+from tailreplay.store.catalog import Catalog
 from tailreplay.store.chain import digest_key
 from tailreplay.store.objects import Kind, ObjectName, Provenance
 from tailreplay.store.prompt import Prompt
@@ -142,7 +142,7 @@ class Replica:
         if not self._catalog.claim(prompt, name, end, size):
             return
         while not self._pool.put(name, size):
-            if not self._catalog.make_room(size):
+            if not self._catalog.room.make(size):
                 self._catalog.unclaim(name)
                 self.sums["dropped"] += 1
                 return
@@ -175,7 +175,7 @@ def _fetched(found: Match, path: Path, plan: FetchPlan) -> list[Record]:
         if kind is Kind.CHECKPOINT:
             wanted += [r for r in found.checkpoints if r.end_token == end]
             continue
-        records = records_on(path, kind)
+        records = path.of(kind)
         wanted += [r for r in records if r.end_token > first and r.first_token < end]
     return wanted
 

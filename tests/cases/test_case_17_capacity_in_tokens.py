@@ -35,7 +35,7 @@ def kv_tokens(store, prefixes) -> int:
 @pytest.mark.parametrize("kinds", [(KV,), (KV, HIDDEN), (KV, HIDDEN, CHECKPOINT)])
 def test_as_many_tokens_fit_as_describe_says(small_store, kinds):
     store, space = small_store, os.urandom(32)
-    store.catalog.make_room(store.tiers.pool_bytes)
+    store.catalog.room.make(store.tiers.pool_bytes)
     evicted_bytes = store.stats().evicted_bytes
     prefixes: list[Prefix] = []
 

@@ -19,5 +19,5 @@ def test_a_thousand_lookups_pin_nothing_and_all_of_it_can_be_evicted():
         for _ in range(1000):
             assert client.match(prefix.namespace, prefix.tokens).matched_tokens == 700
         assert (client.stats().pinned_bytes, client.stats().leases) == (0, 0)
-        server.store.catalog.make_room(POOL_BYTES)
+        server.store.catalog.room.make(POOL_BYTES)
         assert client.stats().pool_used_bytes == 0

@@ -72,6 +72,6 @@ def test_nothing_is_held_after_an_abort(server, abort):
         assert fetch(client, PREFIX, *RANGES)[0] == [rows_of(PREFIX, r) for r in RANGES]
         again = put(client, Prefix(bytes(32), range(1, 701)))
         assert again.stored + again.duplicates == len(PREFIX.spans())
-        server.store.catalog.make_room(server.store.tiers.pool_bytes)
+        server.store.catalog.room.make(server.store.tiers.pool_bytes)
         assert client.stats().pool_used_bytes == 0
     until(lambda: threading.active_count() <= threads + 2)

@@ -19,7 +19,7 @@ MIB = 1 << 20
 def test_what_was_acknowledged_is_there_whatever_is_evicted_next(redis_server):
     settings = {"redis_url": redis_server.url, "pool_bytes": 8 * MIB}
     with serve_in_thread(**settings) as server, closing(Client(server.address)) as client:
-        evict = server.store.catalog.make_room
+        evict = server.store.catalog.room.make
         redis_server.pause()  # nothing of it is in Redis when it is acknowledged
         answer = client.put(LONG)
         assert answer.dropped == 0

@@ -40,14 +40,14 @@ def fill(store, kind: Kind) -> float:
 
 @pytest.mark.parametrize("kind", Kind)
 def test_one_kind_alone_fills_the_pool(small_store, kind):
-    small_store.catalog.make_room(small_store.tiers.pool_bytes)
+    small_store.catalog.room.make(small_store.tiers.pool_bytes)
     assert fill(small_store, kind) > 0.9
 
 
 @pytest.mark.parametrize(("first", "then"), [(KV, HIDDEN), (HIDDEN, KV), (KV, CHECKPOINT)])
 def test_a_kind_takes_the_room_of_another_while_the_pool_is_full(small_store, first, then):
     store = small_store
-    store.catalog.make_room(store.tiers.pool_bytes)
+    store.catalog.room.make(store.tiers.pool_bytes)
     fill(store, first)
     while ("cpu", first) in store.catalog.tier_figures():
         used = store.tiers.used_bytes / store.tiers.pool_bytes

@@ -34,7 +34,7 @@ def test_within_two_seconds_nobody_waits_for_a_dead_server(start_redis, how):
 
         def requests() -> tuple[list[float], int]:
             """Seconds that each takes, and rows that came, with nothing left in memory before."""
-            served.store.catalog.make_room(16 * MIB)
+            served.store.catalog.room.make(16 * MIB)
             took, tokens = [], 0
             for prefix in PREFIXES:
                 began = time.perf_counter()

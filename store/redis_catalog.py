@@ -1,0 +1,178 @@
+"""The catalog's half of Redis: what it is told to list, and what is listed because it has it.
+
+Manifests are read and written here, never under the lock of the holdings.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from tailreplay.store.errors import StoreUnavailable
+from tailreplay.store.fading import Fading
+from tailreplay.store.manifest_form import entry_of
+from tailreplay.store.redis_listing import RedisListing
+from tailreplay.store.renewal import Renewal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from tailreplay.store.holdings import Holdings
+    from tailreplay.store.manifest import Manifests
+    from tailreplay.store.objects import ObjectName
+    from tailreplay.store.prompt import Prompt
+    from tailreplay.store.record import Record
+    from tailreplay.store.shared_index import Beyond
+    from tailreplay.store.tiers import Tiers
+    from tailreplay.store.views import BlockName
+
+logger = logging.getLogger(__name__)
+
+_LEARNT = 32
+"""Blocks of a lookup's answer listed under one hold of the lock, two milliseconds."""
+
+_RESTORED = 64
+"""Manifests listed under one hold of the lock."""
+
+
+class RedisCatalog:
+    """Commits, restores, renews and forgets. Thread-safe; without Redis it does nothing.
+
+    Every method takes the lock of the holdings itself, unless it says otherwise.
+
+    Args:
+        held: what there is.
+        manifests: where commits are written; None without Redis.
+        clock: seconds that only grow.
+        max_blocks: above so many blocks in the index, what only Redis has is forgotten early.
+    """
+
+    def __init__(
+        self,
+        held: Holdings,
+        manifests: Manifests | None,
+        clock: Callable[[], float],
+        max_blocks: int,
+    ) -> None:
+        self._held = held
+        self._manifests = manifests
+        self._clock = clock
+        self._renewal: Renewal | None = None
+        # Guarded by the lock of the holdings: what follows.
+        life_s = 0.0 if manifests is None else manifests.ttl_s
+        self._fading = Fading(held.index.trees, clock, life_s)
+        self._listing = RedisListing(held.index, held.place, clock, max_blocks)
+
+    def attach(self, tiers: Tiers) -> None:
+        """Names the tiers that renew payloads."""
+        if self._manifests is not None:
+            self._renewal = Renewal(self._manifests, tiers.renew)
+
+    def stored(self, names: Sequence[ObjectName]) -> None:
+        """Objects' payloads are in Redis; those already admitted are committed."""
+        with self._held.lock:
+            ready = self._held.claims.written(names)
+        self.commit(ready)
+
+    def failed(self, names: Sequence[ObjectName]) -> None:
+        """Objects will not get to Redis; they stay in the CPU tier alone."""
+        with self._held.lock:
+            self._held.claims.give_up(names)
+            self._held.counts["redis_failed"] += len(names)
+
+    def commit(self, names: Sequence[ObjectName]) -> None:
+        """Writes the manifests of admitted objects whose payload is in Redis."""
+        if not names or self._manifests is None:
+            return
+        held = self._held
+        with held.lock:
+            due = held.claims.due(names)
+            entries = [(one.home, entry_of(one.record)) for one in due]
+        taken = self._manifests.commit(entries)
+        with held.lock:
+            for one, life_s in zip(due, taken, strict=True):
+                if life_s and held.claims.settle(one):
+                    one.record.redis_until_s = self._clock() + life_s
+                    held.place(one.record, in_redis=True)
+        self.failed([one.record.name for one, life_s in zip(due, taken, strict=True) if not life_s])
+
+    def learn(self, prompt: Prompt, beyond: Beyond) -> None:
+        """Lists what a lookup has read of in Redis."""
+        for part in beyond.parts(_LEARNT):
+            with self._held.lock:
+                self._listing.learn(prompt, part)
+
+    def restore(self, namespace: bytes = b"") -> int:
+        """Lists what Redis holds already; returns how many objects that is.
+
+        Args:
+            namespace: of which, if not of all.
+
+        Raises:
+            StoreUnavailable: Redis can not be read.
+        """
+        if self._manifests is None:
+            return 0
+        manifests, listed = self._manifests.load(namespace=namespace), 0
+        for at in range(0, len(manifests), _RESTORED):
+            with self._held.lock:
+                some = manifests[at : at + _RESTORED]
+                listed += sum(self._listing.restore(block, entries) for block, entries in some)
+        for at in range(len(manifests), 0, -_RESTORED):
+            with self._held.lock:
+                for block, _ in reversed(manifests[max(0, at - _RESTORED) : at]):
+                    self._held.index.trees.prune_block(block.namespace, block.prefix_hash)
+        return listed
+
+    def used(self, records: Iterable[Record]) -> None:
+        """Notes what was used and would expire before long; called under the lock."""
+        self._fading.note(records)
+
+    def renew_used(self) -> int:
+        """Gives what was used and would expire another life in Redis; returns how many blocks."""
+        with self._held.lock:
+            fading = self._fading.take()
+        if self._renewal is None or not fading:
+            return 0
+        renewed = set(self._renewal.renew(list(fading)))
+        with self._held.lock:
+            self._fading.renewed(renewed, fading)
+        return len(renewed)
+
+    def forget_expired(self, row: int) -> int:
+        """Forgets some of what is in Redis no more; returns the row to go on from, 0 = the end."""
+        held = self._held
+        with held.lock:
+            forgotten, row = self._listing.forget_some(row)
+            held.counts["expired_objects"] += forgotten
+            if not row:
+                held.geometries.forget_all_but(held.busy_spaces())
+        return row
+
+    def gone(self, records: Sequence[Record]) -> None:
+        """Forgets what Redis had of objects; the caller takes their payloads away there."""
+        held = self._held
+        with held.lock:
+            fields = self.fields_of(records)
+            for record in records:
+                held.place(record, in_redis=False)
+                held.index.trees.prune(record)
+        self.forget(fields)
+
+    def fields_of(self, records: Iterable[Record]) -> list[tuple[BlockName, str]]:
+        """Where manifests speak of objects: the block, and the field; called under the lock."""
+        return [
+            (home.called(record.name.namespace), entry_of(record).field)
+            for record in records
+            if record.in_redis
+            for home in self._held.index.trees.homes(record)
+        ]
+
+    def forget(self, fields: Sequence[tuple[BlockName, str]]) -> None:
+        """Takes fields of manifests away; does I/O, and needs no lock."""
+        if not fields or self._manifests is None:
+            return
+        try:
+            self._manifests.forget(fields)
+        except StoreUnavailable as error:
+            logger.debug("a manifest field outlives its payload: %s", error)
