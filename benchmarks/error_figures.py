@@ -1,7 +1,7 @@
 """How well the tails that a store's figures ask for keep their error budget.
 
     python -P benchmarks/error_figures.py
-    python -P benchmarks/error_figures.py --samples 2
+    python -P benchmarks/error_figures.py --samples 2 --models state olmo
     python -P benchmarks/error_figures.py --cost
 
 An engine prefills a prefix and stores it; the figures for a boundary inside are those that Match
@@ -37,7 +37,7 @@ from tailreplay.replay.tail_error import span_tails, tried_lengths
 from tailreplay.store import serve_in_thread
 from tailreplay.store.tokens import extended_tokens
 
-LENGTHS = {"retrieval": (1000, 2000), "state": (500,), "tracking": (500,)}
+LENGTHS = {"retrieval": (1000, 2000), "state": (500,), "tracking": (500,), "olmo": (250,)}
 _BOUNDARIES = 2
 
 
@@ -183,6 +183,7 @@ def main() -> None:
     """Prints a table and one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--samples", type=int, default=6, help="prefixes of each kind")
+    parser.add_argument("--models", nargs="*", choices=LENGTHS, default=[*LENGTHS])
     parser.add_argument("--cost", action="store_true", help="what noting the figures costs, alone")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -195,8 +196,8 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for name, kind, length in [
         (name, kind, length)
-        for name, lengths in LENGTHS.items()
-        for length in lengths
+        for name in arguments.models
+        for length in LENGTHS[name]
         for kind in ("text", "needles")
     ]:
         found = list(_measured(name, corpus, kind, length, samples))
