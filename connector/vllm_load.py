@@ -6,6 +6,8 @@ import logging
 import threading
 from typing import TYPE_CHECKING
 
+import torch
+
 from tailreplay.connector.load import Load, LoadFailed
 from tailreplay.connector.vllm_meta import LOCAL
 from tailreplay.proto import store_pb2 as pb
@@ -15,6 +17,8 @@ from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from torch import Tensor
 
     from tailreplay.connector.client import StoreClient
     from tailreplay.connector.stored import StoredCheckpoint
@@ -81,6 +85,11 @@ class RankLoad:
             over(self.op.request_id, self._fetch(client, load))
 
         threading.Thread(target=fetch, name="tailreplay-load", daemon=True).start()
+
+    def rows(self, number: int) -> Tensor:
+        """A range that has come, `[units, rows, row bytes]` uint8."""
+        assert self.load is not None
+        return torch.from_numpy(self.load.buffers[number])
 
     def cancel(self) -> None:
         """Ends the fetch."""

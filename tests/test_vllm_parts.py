@@ -22,7 +22,7 @@ from tailreplay.connector.vllm_lora import Adapters
 from tailreplay.connector.vllm_meta import KeepBegin, KeepOp, LoadOp, StepOps, WorkerNews
 from tailreplay.connector.vllm_model import Shard, state_blocks
 from tailreplay.connector.vllm_names import Namespaces, media_element, prompt_tokens
-from tailreplay.connector.vllm_worker import part_of
+from tailreplay.connector.vllm_take import part_of
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
 from tailreplay.store.chain import PrefixChain

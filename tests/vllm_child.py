@@ -164,7 +164,7 @@ class Child:
         elif state == "loading":
             self._step_until(lambda: tracked.state == "loading")
         elif state == "filling":
-            self._step_until(lambda: inner in worker._filling)
+            self._step_until(lambda: inner in worker._filler)
         elif state == "decoding":
             self._step_until(lambda: scheduler.requests[inner].num_output_tokens > 2)
         return name
@@ -178,7 +178,7 @@ class Child:
         self.settle()
         side, worker = self.scheduler().connector._scheduler, self._worker()
         kept = (side._tracked, side._fetched, side._broken, side._locals)
-        kept += (worker._loads, worker._filling, worker._over, worker._keeper._kept)
+        kept += (worker._loads, worker._filler, worker._over, worker._keeper._kept)
         return sum(len(each) for each in kept)
 
     def abort(self, names: list[str]) -> None:
