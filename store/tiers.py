@@ -6,18 +6,19 @@ LMCache's own eviction is off. `put` says FULL, and the caller, who has the one 
 from __future__ import annotations
 
 import contextlib
-import enum
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.distributed.error import L1Error
 from lmcache.v1.memory_management import MemoryObj
 
+from tailreplay.store.behind import Behind
 from tailreplay.store.bulk_tier import BulkTierConfig
+from tailreplay.store.doomed import Doomed
 from tailreplay.store.l2_listener import WriteBackListener
 from tailreplay.store.lmcache_l1 import (
     bytes_of,
@@ -32,36 +33,12 @@ from tailreplay.store.misses import Miss
 from tailreplay.store.objects import ObjectName
 from tailreplay.store.pins import PinBooks, Pinned, Source
 from tailreplay.store.pool import Pool
-from tailreplay.store.redis_l2 import TailReplayRedisL2  # which makes it known to LMCache
 from tailreplay.store.redis_l2_config import TailReplayRedisL2Config
+from tailreplay.store.reserved import PutOutcome, Reserved
 from tailreplay.store.urgent_gate import UrgentGate
 from tailreplay.store.write_back import WriteBack
 
 _WRITE_TAG = "tailreplay"
-
-
-class PutOutcome(enum.Enum):
-    """What became of a `put`."""
-
-    STORED = enum.auto()
-    EXISTS = enum.auto()
-    """Already there, or being written by another `put`."""
-    FULL = enum.auto()
-    """No contiguous room in the pool: evict and try again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    """Room in the pool for one object that is being stored.
-
-    Attributes:
-        data: to be filled; it still holds the bytes of an earlier object.
-    """
-
-    key: ObjectKey
-    size: int
-    memory: MemoryObj
-    data: memoryview
 
 
 class Tiers:
@@ -95,20 +72,19 @@ class Tiers:
             undo.pop_all()
         self._pool, self._l1 = pool, pool.l1
         self._pins = PinBooks()
-        # State, under _lock: deleted objects that somebody still reads, and whether this is over.
+        # State, under _lock: whether this is over.
         self._lock = threading.Lock()
-        self._doomed: set[ObjectKey] = set()
         self._closed = False
-        self._behind = [adapter for _, adapter in self._manager.l2_adapters()]
-        self._redis: TailReplayRedisL2 | None = self._behind[0] if adapters else None
+        self._behind = Behind(self._manager)
+        self._doomed = Doomed(self._l1, on_gone=lambda keys: self._write_back.failed(keys))
         self._view = pool_view(pool.l1).toreadonly()
-        self._loader = Loader(self._l1, self._manager, pool.size_bytes, self._cancel)
+        self._loader = Loader(self._l1, self._manager, pool.size_bytes, self._behind.cancel)
         self._write_back = WriteBack[ObjectKey](
             on_stored=lambda keys: on_redis_stored([object_name(key) for key in keys]),
             on_failed=lambda keys: on_redis_failed([object_name(key) for key in keys]),
-            unwanted=self._unwanted,
-            forget=self._forget,
-            places=len(adapters),
+            unwanted=self._doomed.among,
+            forget=self._behind.delete,
+            places=len(self._behind),
         )
         self._manager.register_l2_listener(_Listener(self._write_back, self._loader))
 
@@ -165,7 +141,7 @@ class Tiers:
             yet get room, or none of them.
         """
         keys = [object_key(name) for name in names]
-        self._purge()
+        self._doomed.purge()
         found = self._l1.reserve_write(keys, [False] * len(keys), layout_of(size), tag=_WRITE_TAG)
         return [
             Reserved(key, size, memory, bytes_of(memory))
@@ -178,7 +154,7 @@ class Tiers:
 
     def commit(self, places: Sequence[Reserved]) -> None:
         """Make objects visible whose bytes are all there; with Redis they then go there, too."""
-        if self._redis is not None:
+        if self._behind:
             for place in places:
                 self._write_back.begin(place.key, place.size)
         self._l1.finish_write([place.key for place in places], tag=_WRITE_TAG)
@@ -218,7 +194,7 @@ class Tiers:
             for (_, size), key in zip(names_and_sizes, keys, strict=True)
             if found[key] is None
         }
-        if missing and self._redis is not None:
+        if missing and self._behind:
             deadline = time.monotonic() + timeout_s
             loaded = self._loader.load(missing, urgent=urgent, deadline=deadline, is_gone=is_gone)
             came = self._l1.reserve_read([key for key in keys if key in loaded.came])
@@ -239,7 +215,7 @@ class Tiers:
         )
         if released := self._pins.remove(batch):
             self._l1.finish_read(released)
-            self._purge()
+            self._doomed.purge()
 
     def resident(self, names: Sequence[ObjectName]) -> list[bool]:
         """Say for each object whether it is in the CPU tier."""
@@ -254,7 +230,7 @@ class Tiers:
         Returns:
             Bytes of the pool that became free.
         """
-        self._purge()
+        self._doomed.purge()
         sizes = {}
         for key in map(object_key, names):
             if (state := self._l1.get_object_state(key)) is not None:
@@ -281,22 +257,20 @@ class Tiers:
             Bytes overwritten.
         """
         keys = [object_key(name) for name in names]
-        with self._lock:
-            self._doomed.update(keys)
-        overwritten = self._overwrite(keys) if overwrite else 0
-        self._purge()
-        self._forget(keys, in_redis=in_redis)
+        self._doomed.add(keys)
+        overwritten = self._doomed.overwrite(keys) if overwrite else 0
+        self._doomed.purge()
+        self._behind.delete(keys, in_redis=in_redis)
         return overwritten
 
     def delete_in_redis(self, names: Sequence[ObjectName]) -> None:
         """Drop objects from Redis alone."""
-        self._forget([object_key(name) for name in names])
+        self._behind.delete([object_key(name) for name in names])
 
     def held(self, names: Sequence[ObjectName]) -> list[ObjectName]:
         """Tell which deleted objects somebody still reads, or writes to Redis."""
-        self._purge()
-        with self._lock:
-            return [name for name in names if object_key(name) in self._doomed]
+        self._doomed.purge()
+        return [name for name in names if object_key(name) in self._doomed]
 
     def renew(self, names: Sequence[ObjectName]) -> list[bool | None]:
         """Give objects in Redis a new life.
@@ -304,34 +278,20 @@ class Tiers:
         Returns:
             For each whether it is there; None when that can not be said now.
         """
-        if self._redis is None or not names:
-            return [None] * len(names)
-        renewed: list[bool | None] = self._redis.renew([object_key(name) for name in names])
-        # Elsewhere nothing expires, and what Redis lacks may be there.
-        return [found or None for found in renewed] if self._behind[1:] else renewed
+        return self._behind.renew([object_key(name) for name in names])
 
     def redis_status(self) -> dict[str, Any]:
         """Report how Redis is doing.
 
         Returns:
-            `configured`; with Redis also `healthy` (the last contact worked), `pending_objects` and
-            `pending_bytes` on their way there, the counters of `ShardCounters`, `shards`, and
-            `bulk` of the places beside it, whose `integrity_errors` are counted in.
+            As `Behind.status`; with Redis also `pending_objects` and `pending_bytes` on their way
+            there.
         """
-        if self._redis is None:
-            return {"configured": False, "healthy": False}
-        status = self._redis.report_status()
-        bulk = [adapter.report_status() for adapter in self._behind[1:]]
+        status = self._behind.status()
+        if not self._behind:
+            return status
         pending_objects, pending_bytes = self._write_back.pending()
-        return {
-            **status,
-            "bulk": bulk,
-            "integrity_errors": sum(one["integrity_errors"] for one in (status, *bulk)),
-            "configured": True,
-            "healthy": status["is_healthy"],
-            "pending_objects": pending_objects,
-            "pending_bytes": pending_bytes,
-        }
+        return {**status, "pending_objects": pending_objects, "pending_bytes": pending_bytes}
 
     def close(self) -> None:
         """Stop, and give the pool's memory back. No `Pinned.data` may be touched afterwards.
@@ -349,54 +309,11 @@ class Tiers:
 
     def _note_overtaken(self, key: ObjectKey, memory: MemoryObj) -> None:
         """Settle the write-back of an object that a load from Redis has put here meanwhile."""
-        if self._redis is None:
+        if not self._behind:
             return
         state = self._l1.get_object_state(key)
         if state is not None and state.memory_obj is not memory:
             self._write_back.stored([key])
-
-    def _unwanted(self, keys: Sequence[ObjectKey]) -> list[ObjectKey]:
-        """Return those of the keys that were deleted while they were being written to Redis.
-
-        A key in a store task is locked in the pool, and so it is still in _doomed.
-        """
-        with self._lock:
-            return [key for key in keys if key in self._doomed]
-
-    def _forget(self, keys: Sequence[ObjectKey], *, in_redis: bool = True) -> None:
-        for adapter in self._behind:
-            if in_redis or adapter is not self._redis:
-                adapter.delete(list(keys))
-
-    def _cancel(self, keys: Sequence[ObjectKey]) -> None:
-        if self._redis is not None:
-            self._redis.cancel(keys)
-
-    def _overwrite(self, keys: Sequence[ObjectKey]) -> int:
-        """Write zeros over objects, under a lock that keeps their memory theirs."""
-        held = {
-            key: memory
-            for key, (_, memory) in self._l1.reserve_read(list(keys)).items()
-            if memory is not None
-        }
-        for memory in held.values():
-            view = bytes_of(memory)
-            view[:] = bytes(len(view))
-        if held:
-            self._l1.finish_read(list(held))
-        return sum(memory.get_size() for memory in held.values())
-
-    def _purge(self) -> None:
-        """Drop deleted objects that nobody reads any more."""
-        if not self._doomed:
-            return
-        with self._lock:
-            doomed = list(self._doomed)
-        outcomes = self._l1.delete(doomed)
-        gone = [key for key in doomed if outcomes[key] is not L1Error.KEY_IS_LOCKED]
-        self._write_back.failed(gone)
-        with self._lock:
-            self._doomed.difference_update(gone)
 
     def _hold(
         self,
@@ -409,9 +326,7 @@ class Tiers:
         """Make a pin of a read lock on `memory`, or let go of it when it is not what is wanted."""
         if memory is None:
             return None
-        with self._lock:
-            wanted = memory.get_size() == size and key not in self._doomed
-        if not wanted:
+        if memory.get_size() != size or key in self._doomed:
             self._l1.finish_read([key])
             return None
         meta = memory.meta

@@ -18,7 +18,7 @@ from tailreplay.store.objects import (
     Kind,
 )
 from tailreplay.store.prompt import Prompt
-from tailreplay.store.tiers import PutOutcome
+from tailreplay.store.reserved import PutOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from tailreplay.store.header import Header
     from tailreplay.store.objects import ObjectName
     from tailreplay.store.put_source import PutSource
+    from tailreplay.store.reserved import Reserved
     from tailreplay.store.sightings import Sightings
-    from tailreplay.store.tiers import Reserved, Tiers
+    from tailreplay.store.tiers import Tiers
 
 _KINDS = {int(kind): kind for kind in Kind}
 _LEAST_BYTES = header_bytes(1)

@@ -14,7 +14,7 @@ from tailreplay.store.core import Store
 from tailreplay.store.geometry import Dtype, kv_geometry
 from tailreplay.store.lane_wire import RecordKind
 from tailreplay.store.objects import Kind, ObjectName
-from tailreplay.store.tiers import Reserved
+from tailreplay.store.reserved import Reserved
 
 pytestmark = pytest.mark.redis
 

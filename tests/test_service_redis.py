@@ -15,7 +15,7 @@ from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
 from tailreplay.store.errors import TailReplayError
 from tailreplay.store.objects import Kind
-from tailreplay.store.tiers import PutOutcome
+from tailreplay.store.reserved import PutOutcome
 
 pytestmark = pytest.mark.redis
 

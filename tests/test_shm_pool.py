@@ -48,7 +48,8 @@ def test_a_pool_larger_than_shared_memory_shrinks_with_one_warning_and_can_be_fi
         logging.basicConfig(format="%(levelname)s %(message)s")
         from tailreplay.store.objects import Kind, ObjectName
         from tailreplay.store.pool import Pool
-        from tailreplay.store.tiers import PutOutcome, Tiers
+        from tailreplay.store.reserved import PutOutcome
+        from tailreplay.store.tiers import Tiers
 
         tiers = Tiers(
             Pool("small", 1 << 30, "require", None), redis=None,

@@ -25,9 +25,10 @@ from tailreplay.store.pins import Pinned
 from tailreplay.store.pool import Pool
 from tailreplay.store.redis_endpoint import RedisEndpoint
 from tailreplay.store.redis_l2_config import TailReplayRedisL2Config
+from tailreplay.store.reserved import PutOutcome
 from tailreplay.store.resp import RespConnection
 from tailreplay.store.shm_pool import pool_name
-from tailreplay.store.tiers import PutOutcome, Tiers
+from tailreplay.store.tiers import Tiers
 
 MIB = 1 << 20
 NAMESPACE = bytes(range(32))

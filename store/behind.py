@@ -1,0 +1,69 @@
+"""What is behind the CPU tier: Redis, and the bulk places beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lmcache.v1.distributed.api import ObjectKey
+from lmcache.v1.distributed.storage_manager import StorageManager
+
+from tailreplay.store.redis_l2 import TailReplayRedisL2  # which makes it known to LMCache
+
+
+class Behind:
+    """The adapters of LMCache's manager: Redis first, or none at all. Thread-safe.
+
+    Args:
+        manager: has them.
+    """
+
+    def __init__(self, manager: StorageManager) -> None:
+        self._adapters = [adapter for _, adapter in manager.l2_adapters()]
+        self._redis: TailReplayRedisL2 | None = self._adapters[0] if self._adapters else None
+
+    def __len__(self) -> int:
+        return len(self._adapters)
+
+    def delete(self, keys: Sequence[ObjectKey], *, in_redis: bool = True) -> None:
+        """Drop objects there, or everywhere but in Redis."""
+        for adapter in self._adapters:
+            if in_redis or adapter is not self._redis:
+                adapter.delete(list(keys))
+
+    def cancel(self, keys: Sequence[ObjectKey]) -> None:
+        """Take back loads from Redis that are not under way."""
+        if self._redis is not None:
+            self._redis.cancel(keys)
+
+    def renew(self, keys: Sequence[ObjectKey]) -> list[bool | None]:
+        """Give objects in Redis a new life.
+
+        Returns:
+            For each whether it is there; None when that can not be said now.
+        """
+        if self._redis is None or not keys:
+            return [None] * len(keys)
+        renewed: list[bool | None] = self._redis.renew(keys)
+        # Elsewhere nothing expires, and what Redis lacks may be there.
+        return [found or None for found in renewed] if self._adapters[1:] else renewed
+
+    def status(self) -> dict[str, Any]:
+        """Report how Redis is doing.
+
+        Returns:
+            `configured`; with Redis also `healthy` (the last contact worked), the counters of
+            `ShardCounters`, `shards`, and `bulk` of the places beside it, whose `integrity_errors`
+            are counted in.
+        """
+        if self._redis is None:
+            return {"configured": False, "healthy": False}
+        status = self._redis.report_status()
+        bulk = [adapter.report_status() for adapter in self._adapters[1:]]
+        return {
+            **status,
+            "bulk": bulk,
+            "integrity_errors": sum(one["integrity_errors"] for one in (status, *bulk)),
+            "configured": True,
+            "healthy": status["is_healthy"],
+        }

@@ -1,0 +1,71 @@
+"""Deleted objects that somebody still reads, or writes to Redis: gone for all others at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+from lmcache.v1.distributed.api import ObjectKey
+from lmcache.v1.distributed.error import L1Error
+from lmcache.v1.distributed.l1_manager import L1Manager
+
+from tailreplay.store.lmcache_l1 import bytes_of
+
+
+class Doomed:
+    """Keys whose memory goes with the last lock on it. Thread-safe.
+
+    Args:
+        l1: the pool.
+        on_gone: told of those that are gone.
+    """
+
+    def __init__(self, l1: L1Manager, on_gone: Callable[[Sequence[ObjectKey]], None]) -> None:
+        self._l1 = l1
+        self._on_gone = on_gone
+        # State, under _lock: the keys.
+        self._lock = threading.Lock()
+        self._keys: set[ObjectKey] = set()
+
+    def __contains__(self, key: ObjectKey) -> bool:
+        with self._lock:
+            return key in self._keys
+
+    def add(self, keys: Iterable[ObjectKey]) -> None:
+        """Deletes objects, for whoever asks from now on."""
+        with self._lock:
+            self._keys.update(keys)
+
+    def among(self, keys: Sequence[ObjectKey]) -> list[ObjectKey]:
+        """Return those of the keys that are deleted.
+
+        A key in a store task is locked in the pool, and so it is still here.
+        """
+        with self._lock:
+            return [key for key in keys if key in self._keys]
+
+    def purge(self) -> None:
+        """Drop what nobody reads any more."""
+        if not self._keys:
+            return
+        with self._lock:
+            doomed = list(self._keys)
+        outcomes = self._l1.delete(doomed)
+        gone = [key for key in doomed if outcomes[key] is not L1Error.KEY_IS_LOCKED]
+        self._on_gone(gone)
+        with self._lock:
+            self._keys.difference_update(gone)
+
+    def overwrite(self, keys: Sequence[ObjectKey]) -> int:
+        """Write zeros over objects, under a lock that keeps their memory theirs; returns bytes."""
+        held = {
+            key: memory
+            for key, (_, memory) in self._l1.reserve_read(list(keys)).items()
+            if memory is not None
+        }
+        for memory in held.values():
+            view = bytes_of(memory)
+            view[:] = bytes(len(view))
+        if held:
+            self._l1.finish_read(list(held))
+        return sum(memory.get_size() for memory in held.values())
