@@ -9,6 +9,7 @@ gives for it. Then every tail is replayed, group by group, and held against them
 """
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -194,12 +195,8 @@ def main() -> None:
     samples = arguments.samples
     print("| model, prefix | tokens | eps | heads met | layers met | tail / shortest | tail / m |")
     print("|---|---|---|---|---|---|---|")
-    for name, kind, length in [
-        (name, kind, length)
-        for name in arguments.models
-        for length in LENGTHS[name]
-        for kind in ("text", "needles")
-    ]:
+    lengths = [(name, length) for name in arguments.models for length in LENGTHS[name]]
+    for (name, length), kind in itertools.product(lengths, ("text", "needles")):
         found = list(_measured(name, corpus, kind, length, samples))
         for number, budget in enumerate(BUDGETS):
             row = report[f"{name}, {kind}, {length}, {budget:g}"] = figures(found, number)

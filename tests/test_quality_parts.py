@@ -3,7 +3,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
-from mini_served import corpus, forward, minis, row_of
+from mini_served import corpus, row_of
+from quality_parts import columns, questions
 from quality_parts.beside import in_fp8
 from quality_parts.intervals import bootstrap_ratio, wilson
 from quality_parts.plots import plots
@@ -49,20 +50,14 @@ def test_eight_bits_and_a_scale_keep_a_row_to_a_part_in_sixteen():
 
 
 @pytest.mark.model
-def test_a_tail_of_everything_needs_no_hiddens():
-    net = minis.load("retrieval")
-    prompt = corpus().passage(np.random.default_rng(1), 90).tolist()
-    ids = torch.tensor([prompt])
-    with torch.no_grad():
-        _, stored = forward.extend(net, ids, None)
-        states = forward.replay_tokens(net, ids, stored.kv, len(prompt))
-    for layer, wanted in stored.states.items():
-        torch.testing.assert_close(
-            states[layer].recurrent_state, wanted.recurrent_state, atol=1e-4, rtol=1e-3
-        )
-        torch.testing.assert_close(
-            states[layer].conv_state, wanted.conv_state, atol=1e-4, rtol=1e-3
-        )
+def test_columns_are_served_without_what_the_store_has_lost():
+    """`_check` ends the run where a column was not served as its name says."""
+    prompt = questions.Prompt(corpus().passage(np.random.default_rng(1), 190).tolist(), 130)
+    with columns.bench("retrieval") as bench:
+        (served,) = bench.serve(prompt.ids[:130], [prompt], (columns.BARE, columns.OFF, "exact"))
+    assert list(served) == [columns.BARE, columns.OFF, "exact"]
+    assert served[columns.BARE].report["replay_from"] == "tokens"
+    assert all(one.logits.shape[0] == 60 for one in served.values())
 
 
 def test_an_answer_has_the_form_of_a_number():
