@@ -806,6 +806,62 @@ class ReleaseResponse(_message.Message):
 Global___ReleaseResponse: _TypeAlias = ReleaseResponse  # noqa: Y015
 
 @_typing.final
+class ReportDamageRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    LEAF_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    PREFIX_HASH_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.bytes
+    leaf: _builtins.bytes
+    """As in MatchResponse: who may not read an object can not report it."""
+    kind: Global___Kind.ValueType
+    """Of the object, as its rows had it."""
+    prefix_hash: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.bytes = ...,
+        leaf: _builtins.bytes = ...,
+        kind: Global___Kind.ValueType = ...,
+        prefix_hash: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "leaf", b"leaf", "namespace", b"namespace", "prefix_hash", b"prefix_hash"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportDamageRequest: _TypeAlias = ReportDamageRequest  # noqa: Y015
+
+@_typing.final
+class ReportDamageResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKED_FIELD_NUMBER: _builtins.int
+    DAMAGED_FIELD_NUMBER: _builtins.int
+    checked: _builtins.bool
+    """Whether the store has looked. It looks at one object at a time, not again within a second of a
+    report that was unfounded, and only at what is in its memory.
+    """
+    damaged: _builtins.bool
+    """Whether its copy was damaged, and is dropped."""
+    def __init__(
+        self,
+        *,
+        checked: _builtins.bool = ...,
+        damaged: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checked", b"checked", "damaged", b"damaged"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportDamageResponse: _TypeAlias = ReportDamageResponse  # noqa: Y015
+
+@_typing.final
 class StatsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -845,6 +901,8 @@ class StatsResponse(_message.Message):
     REDIS_HEALTHY_FIELD_NUMBER: _builtins.int
     SHARED_MEMORY_FIELD_NUMBER: _builtins.int
     NOT_ADMITTED_OBJECTS_FIELD_NUMBER: _builtins.int
+    DAMAGE_REPORTS_FIELD_NUMBER: _builtins.int
+    UNFOUNDED_DAMAGE_REPORTS_FIELD_NUMBER: _builtins.int
     queried_tokens: _builtins.int
     """Tokens asked for in all Match calls = matched + unmatched."""
     matched_tokens: _builtins.int
@@ -875,6 +933,10 @@ class StatsResponse(_message.Message):
     """
     not_admitted_objects: _builtins.int
     """As in PutResponse, of all Puts."""
+    damage_reports: _builtins.int
+    """Objects that readers said came damaged, and that the store has looked at since."""
+    unfounded_damage_reports: _builtins.int
+    """Those of them that it found whole: what was damaged is on the way, or the reader."""
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierBytes]:
         """Stored bytes by tier and kind."""
@@ -903,10 +965,12 @@ class StatsResponse(_message.Message):
         redis_healthy: _builtins.bool = ...,
         shared_memory: _builtins.bool = ...,
         not_admitted_objects: _builtins.int = ...,
+        damage_reports: _builtins.int = ...,
+        unfounded_damage_reports: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "dropped_objects", b"dropped_objects", "evicted_bytes", b"evicted_bytes", "hits", b"hits", "integrity_errors", b"integrity_errors", "leases", b"leases", "lookups", b"lookups", "matched_tokens", b"matched_tokens", "misses", b"misses", "not_admitted_objects", b"not_admitted_objects", "pinned_bytes", b"pinned_bytes", "pool_bytes", b"pool_bytes", "pool_used_bytes", b"pool_used_bytes", "queried_tokens", b"queried_tokens", "redis_healthy", b"redis_healthy", "redis_pending_bytes", b"redis_pending_bytes", "served_bytes", b"served_bytes", "shared_memory", b"shared_memory", "stored_bytes", b"stored_bytes", "tiers", b"tiers", "unmatched_tokens", b"unmatched_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "damage_reports", b"damage_reports", "dropped_objects", b"dropped_objects", "evicted_bytes", b"evicted_bytes", "hits", b"hits", "integrity_errors", b"integrity_errors", "leases", b"leases", "lookups", b"lookups", "matched_tokens", b"matched_tokens", "misses", b"misses", "not_admitted_objects", b"not_admitted_objects", "pinned_bytes", b"pinned_bytes", "pool_bytes", b"pool_bytes", "pool_used_bytes", b"pool_used_bytes", "queried_tokens", b"queried_tokens", "redis_healthy", b"redis_healthy", "redis_pending_bytes", b"redis_pending_bytes", "served_bytes", b"served_bytes", "shared_memory", b"shared_memory", "stored_bytes", b"stored_bytes", "tiers", b"tiers", "unfounded_damage_reports", b"unfounded_damage_reports", "unmatched_tokens", b"unmatched_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -59,6 +59,11 @@ class StoreStub(object):
                 request_serializer=tailreplay_dot_proto_dot_store__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=tailreplay_dot_proto_dot_store__pb2.ReleaseResponse.FromString,
                 _registered_method=True)
+        self.ReportDamage = channel.unary_unary(
+                '/tailreplay.store.v1.Store/ReportDamage',
+                request_serializer=tailreplay_dot_proto_dot_store__pb2.ReportDamageRequest.SerializeToString,
+                response_deserializer=tailreplay_dot_proto_dot_store__pb2.ReportDamageResponse.FromString,
+                _registered_method=True)
         self.Stats = channel.unary_unary(
                 '/tailreplay.store.v1.Store/Stats',
                 request_serializer=tailreplay_dot_proto_dot_store__pb2.StatsRequest.SerializeToString,
@@ -115,6 +120,15 @@ class StoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportDamage(self, request, context):
+        """Says that rows came damaged, which is to say that they do not fit the checksum beside them. The
+        store believes it only once it has looked at its own copy; that is dropped if it is damaged. A
+        store that is older does not know the call, and a client need not make it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Stats(self, request, context):
         """Counters and sizes, as of now.
         """
@@ -156,6 +170,11 @@ def add_StoreServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=tailreplay_dot_proto_dot_store__pb2.ReleaseRequest.FromString,
                     response_serializer=tailreplay_dot_proto_dot_store__pb2.ReleaseResponse.SerializeToString,
+            ),
+            'ReportDamage': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportDamage,
+                    request_deserializer=tailreplay_dot_proto_dot_store__pb2.ReportDamageRequest.FromString,
+                    response_serializer=tailreplay_dot_proto_dot_store__pb2.ReportDamageResponse.SerializeToString,
             ),
             'Stats': grpc.unary_unary_rpc_method_handler(
                     servicer.Stats,
@@ -303,6 +322,33 @@ class Store(object):
             '/tailreplay.store.v1.Store/Release',
             tailreplay_dot_proto_dot_store__pb2.ReleaseRequest.SerializeToString,
             tailreplay_dot_proto_dot_store__pb2.ReleaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportDamage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tailreplay.store.v1.Store/ReportDamage',
+            tailreplay_dot_proto_dot_store__pb2.ReportDamageRequest.SerializeToString,
+            tailreplay_dot_proto_dot_store__pb2.ReportDamageResponse.FromString,
             options,
             channel_credentials,
             insecure,

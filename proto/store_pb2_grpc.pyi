@@ -57,6 +57,11 @@ class StoreStub:
     """
     Release: _grpc.UnaryUnaryMultiCallable[_store_pb2.ReleaseRequest, _store_pb2.ReleaseResponse]
     """Ends a lease early. Releasing a lease that is unknown or already over is no error."""
+    ReportDamage: _grpc.UnaryUnaryMultiCallable[_store_pb2.ReportDamageRequest, _store_pb2.ReportDamageResponse]
+    """Says that rows came damaged, which is to say that they do not fit the checksum beside them. The
+    store believes it only once it has looked at its own copy; that is dropped if it is damaged. A
+    store that is older does not know the call, and a client need not make it.
+    """
     Stats: _grpc.UnaryUnaryMultiCallable[_store_pb2.StatsRequest, _store_pb2.StatsResponse]
     """Counters and sizes, as of now."""
     Describe: _grpc.UnaryUnaryMultiCallable[_store_pb2.DescribeRequest, _store_pb2.DescribeResponse]
@@ -85,6 +90,11 @@ class StoreAsyncStub(StoreStub):
     """
     Release: _aio.UnaryUnaryMultiCallable[_store_pb2.ReleaseRequest, _store_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Ends a lease early. Releasing a lease that is unknown or already over is no error."""
+    ReportDamage: _aio.UnaryUnaryMultiCallable[_store_pb2.ReportDamageRequest, _store_pb2.ReportDamageResponse]  # type: ignore[assignment]
+    """Says that rows came damaged, which is to say that they do not fit the checksum beside them. The
+    store believes it only once it has looked at its own copy; that is dropped if it is damaged. A
+    store that is older does not know the call, and a client need not make it.
+    """
     Stats: _aio.UnaryUnaryMultiCallable[_store_pb2.StatsRequest, _store_pb2.StatsResponse]  # type: ignore[assignment]
     """Counters and sizes, as of now."""
     Describe: _aio.UnaryUnaryMultiCallable[_store_pb2.DescribeRequest, _store_pb2.DescribeResponse]  # type: ignore[assignment]
@@ -140,6 +150,17 @@ class StoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.ReleaseResponse, _abc.Awaitable[_store_pb2.ReleaseResponse]]:
         """Ends a lease early. Releasing a lease that is unknown or already over is no error."""
+
+    @_abc_1.abstractmethod
+    def ReportDamage(
+        self,
+        request: _store_pb2.ReportDamageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.ReportDamageResponse, _abc.Awaitable[_store_pb2.ReportDamageResponse]]:
+        """Says that rows came damaged, which is to say that they do not fit the checksum beside them. The
+        store believes it only once it has looked at its own copy; that is dropped if it is damaged. A
+        store that is older does not know the call, and a client need not make it.
+        """
 
     @_abc_1.abstractmethod
     def Stats(
