@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import grpc
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from tailreplay.connector.lane_stream import LaneStream
+    from tailreplay.connector.step import ReportDamage
+    from tailreplay.store.objects import Kind
     from tailreplay.store.tokens import ExtendedTokens
 
     Parts: TypeAlias = Sequence[bytes | memoryview]
@@ -205,11 +208,33 @@ class StoreClient:
         """
         self._check(self._stream_breaker)
         request = pb.FetchRequest(namespace=namespace, leaf=leaf, ranges=ranges)
-        stream = self._lanes.fetch(request, self._stream_breaker, timeout_s)
+        report = partial(self.report_damage, namespace, leaf)
+        stream = self._lanes.fetch(request, self._stream_breaker, timeout_s, report)
         if stream is not None:
             return stream
         call = self._stub.Fetch(request, timeout=timeout_s)
-        return FetchStream(call, self._stream_breaker, self.address)
+        return FetchStream(call, self._stream_breaker, self.address, report)
+
+    def report_damage(self, namespace: bytes, leaf: bytes, kind: Kind, prefix_hash: bytes) -> bool:
+        """Says that rows of an object came damaged; the store looks for itself. Never raises.
+
+        Args:
+            namespace: 32 bytes.
+            leaf: that they were fetched along.
+            kind: of the object.
+            prefix_hash: its name.
+
+        Returns:
+            Whether the store has found and dropped it.
+        """
+        request = pb.ReportDamageRequest(
+            namespace=namespace, leaf=leaf, kind=pb.Kind.ValueType(kind), prefix_hash=prefix_hash
+        )
+        try:
+            return self._stub.ReportDamage(request, timeout=self._call_timeout_s).damaged
+        except grpc.RpcError as error:  # a store that is older does not know the call
+            logger.debug("damage is not reported: %s", from_rpc_error(error, self.address))
+            return False
 
     def put(
         self,
@@ -305,14 +330,23 @@ class StoreClient:
 
 
 class FetchStream:
-    """Steps of one Fetch through gRPC, in order. One thread iterates; any thread may cancel."""
+    """Steps of one Fetch through gRPC, in order. One thread iterates; any thread may cancel.
+
+    Attributes:
+        report_damage: says of which object rows came damaged.
+    """
 
     def __init__(
-        self, call: grpc._CallIterator[pb.FetchFrame], breaker: Breaker, address: str
+        self,
+        call: grpc._CallIterator[pb.FetchFrame],
+        breaker: Breaker,
+        address: str,
+        report_damage: ReportDamage,
     ) -> None:
         self._call = call
         self._breaker = breaker
         self._address = address
+        self.report_damage = report_damage
 
     def __iter__(self) -> Iterator[Step]:
         """The steps.

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from tailreplay.connector.breaker import Breaker
     from tailreplay.connector.client import ObjectBytes
+    from tailreplay.connector.step import ReportDamage
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,11 @@ class Lanes:
         lane.close()
 
     def fetch(
-        self, request: pb.FetchRequest, breaker: Breaker, timeout_s: float
+        self,
+        request: pb.FetchRequest,
+        breaker: Breaker,
+        timeout_s: float,
+        report_damage: ReportDamage,
     ) -> LaneStream | None:
         """Starts a fetch; None when there is no lane.
 
@@ -97,6 +102,7 @@ class Lanes:
             request: what is wanted.
             breaker: told how it went.
             timeout_s: longest wait for the next bytes.
+            report_damage: of the stream.
         """
         lane = self.take()
         if lane is None:
@@ -107,7 +113,7 @@ class Lanes:
         except OSError:
             lane.close()
             return None
-        return LaneStream(self, lane, breaker)
+        return LaneStream(self, lane, breaker, report_damage)
 
     def put(
         self, begin: pb.PutBegin, objects: Sequence[ObjectBytes], timeout_s: float

@@ -26,14 +26,22 @@ if TYPE_CHECKING:
     from tailreplay.connector.breaker import Breaker
     from tailreplay.connector.lane import Lanes
     from tailreplay.connector.lane_socket import LaneSocket
+    from tailreplay.connector.step import ReportDamage
 
 _SEEN = REQUEST.pack(Request.SEEN, 0, 0, 0)
 
 
 class LaneStream:
-    """Steps of one fetch over a lane, in order. One thread iterates; any thread may cancel."""
+    """Steps of one fetch over a lane, in order. One thread iterates; any thread may cancel.
 
-    def __init__(self, lanes: Lanes, lane: LaneSocket, breaker: Breaker) -> None:
+    Attributes:
+        report_damage: says of which object rows came damaged.
+    """
+
+    def __init__(
+        self, lanes: Lanes, lane: LaneSocket, breaker: Breaker, report_damage: ReportDamage
+    ) -> None:
+        self.report_damage = report_damage
         self._lanes = lanes
         self._lane = lane
         self._breaker = breaker

@@ -84,8 +84,10 @@ class Load:
         self._stall_timeout_s = stall_timeout_s
         self._on_event = on_event
         self.buffers = [allocate(self._shape(wanted)) for wanted in ranges]
-        # Touched by the reading thread alone: which rows of each range have come.
+        # Touched by the reading thread alone: which rows of each range have come, and of which
+        # object some came damaged.
         self._came = [Coverage(*buffer.shape[:2]) for buffer in self.buffers]
+        self._damaged: tuple[Kind, bytes] | None = None
         # Guarded by _changed: what has come so far.
         self._changed = threading.Condition()
         self._stream: FetchStream | LaneStream | None = None
@@ -117,6 +119,9 @@ class Load:
             with self._changed:
                 self._over = over
                 self._changed.notify_all()
+        # Behind that, since nobody waits for it.
+        if self._damaged is not None:
+            stream.report_damage(*self._damaged)
 
     def wait(self, number: int) -> npt.NDArray[np.uint8]:
         """Blocks until a range is complete; returns its buffer.
@@ -180,7 +185,11 @@ class Load:
         first = came.is_empty
         if not came.add(unit, rows.units, row, rows.rows):
             raise IntegrityError(f"rows from {rows.first_token} come twice")
-        fill(buffer[unit : unit + rows.units, row : row + rows.rows])
+        try:
+            fill(buffer[unit : unit + rows.units, row : row + rows.rows])
+        except IntegrityError:
+            self._damaged = (Kind(wanted.kind), rows.prefix_hash)
+            raise
         tier = "redis" if rows.tier == pb.TIER_REDIS else "cpu"
         with self._changed:
             key = (tier, Kind(wanted.kind))

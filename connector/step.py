@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,11 @@ from tailreplay.store.lane_wire import LaneRecord, RecordKind
 
 if TYPE_CHECKING:
     from tailreplay.proto import store_pb2 as pb
+    from tailreplay.store.objects import Kind
+
+
+ReportDamage: TypeAlias = "Callable[[Kind, bytes], object]"
+"""Says of which object, by kind and prefix hash, rows came damaged."""
 
 
 class Step(NamedTuple):

@@ -172,6 +172,10 @@ def _figures(figures: pb.StatsResponse) -> Iterator[Check]:
     todo = "look for failing memory, or for a Redis that others write to" if damaged else ""
     found = f"{damaged} objects were found damaged"
     yield Check("integrity", "warn" if damaged else "ok", found, todo)
+    unfounded = figures.unfounded_damage_reports
+    todo = "look at the network, and at the memory of engines' machines" if unfounded else ""
+    found = f"{unfounded} objects came damaged to readers, and are whole here"
+    yield Check("readers", "warn" if unfounded else "ok", found, todo)
     dropped = figures.dropped_objects
     todo = "make pool_bytes larger, or quotas less tight" if dropped else ""
     found = f"{dropped} objects were not stored for want of room"

@@ -18,6 +18,7 @@ from tailreplay.store.catalog import Catalog
 from tailreplay.store.chain import digest_key
 from tailreplay.store.client_names import ClientNames
 from tailreplay.store.config import INDEX_BLOCK_BYTES
+from tailreplay.store.damage import Damage
 from tailreplay.store.description import description_of, stats_of
 from tailreplay.store.errors import InvalidRequest, StoreUnavailable
 from tailreplay.store.frames import Frame
@@ -106,9 +107,13 @@ class Store:
         )
         self.catalog.attach(self.tiers)
         self.client_names = ClientNames()
+        self._damage = Damage(
+            self.catalog, self.tiers, timeout_s=config.tier_timeout_s, clock=clock
+        )
         self._reader = Reader(
             self.catalog,
             self.tiers,
+            damage=self._damage,
             limits=PinLimits(
                 config.fetch_window_bytes,
                 config.fetch_ahead_windows,
@@ -265,6 +270,18 @@ class Store:
         self.catalog.quotas.own(namespace, tenant)
         self.client_names.note(namespace, begin.namespace)
         return namespace
+
+    def report_damage(
+        self, request: pb.ReportDamageRequest, caller: Principal = ANYONE
+    ) -> pb.ReportDamageResponse:
+        """Looks at an object that a reader says came damaged, and drops it if it is so.
+
+        Raises:
+            InvalidRequest: the namespace is malformed.
+        """
+        public = caller.public(request.namespace)
+        request.namespace = _scoped(request.namespace, caller)
+        return self._damage.report(request, public, caller.tenant)
 
     def stats(self) -> pb.StatsResponse:
         """Counters and sizes, as of now."""

@@ -10,6 +10,7 @@ from lmcache.v1.distributed.error import L1Error
 from lmcache.v1.distributed.l1_manager import L1Manager
 
 from tailreplay.store.lmcache_l1 import bytes_of
+from tailreplay.store.misses import Miss
 
 
 class Doomed:
@@ -23,18 +24,23 @@ class Doomed:
     def __init__(self, l1: L1Manager, on_gone: Callable[[Sequence[ObjectKey]], None]) -> None:
         self._l1 = l1
         self._on_gone = on_gone
-        # State, under _lock: the keys.
+        # State, under _lock: the keys, and what others are told of each.
         self._lock = threading.Lock()
-        self._keys: set[ObjectKey] = set()
+        self._keys: dict[ObjectKey, Miss] = {}
 
     def __contains__(self, key: ObjectKey) -> bool:
         with self._lock:
             return key in self._keys
 
-    def add(self, keys: Iterable[ObjectKey]) -> None:
-        """Deletes objects, for whoever asks from now on."""
+    def add(self, keys: Iterable[ObjectKey], miss: Miss = Miss.ABSENT) -> None:
+        """Deletes objects, for whoever asks from now on: that is told `miss`."""
         with self._lock:
-            self._keys.update(keys)
+            self._keys.update(dict.fromkeys(keys, miss))
+
+    def why(self, key: ObjectKey) -> Miss | None:
+        """What is told of an object that is deleted; None of another."""
+        with self._lock:
+            return self._keys.get(key)
 
     def among(self, keys: Sequence[ObjectKey]) -> list[ObjectKey]:
         """Return those of the keys that are deleted.
@@ -54,7 +60,8 @@ class Doomed:
         gone = [key for key in doomed if outcomes[key] is not L1Error.KEY_IS_LOCKED]
         self._on_gone(gone)
         with self._lock:
-            self._keys.difference_update(gone)
+            for key in gone:
+                self._keys.pop(key, None)
 
     def overwrite(self, keys: Sequence[ObjectKey]) -> int:
         """Write zeros over objects, under a lock that keeps their memory theirs; returns bytes."""

@@ -32,6 +32,8 @@ _COUNTERS = {
     "dropped_objects": "objects for which no room could be made",
     "not_admitted_objects": "objects not taken because nobody had offered them before",
     "integrity_errors": "objects found damaged, swapped or of another size, and dropped",
+    "damage_reports": "objects that readers said came damaged, and that the store has looked at",
+    "unfounded_damage_reports": "those of them that the store found whole",
 }
 
 _GAUGES = {

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from tailreplay.store.catalog import Catalog
+    from tailreplay.store.damage import Damage
     from tailreplay.store.header import Header
     from tailreplay.store.record import Record
     from tailreplay.store.tiers import Tiers
@@ -77,6 +78,7 @@ class Reader:
     Args:
         catalog: what exists.
         tiers: where it is.
+        damage: takes what is found damaged.
         limits: how much is pinned at a time.
         timeout_s: longest wait for one window to come from Redis, or for other streams' pins.
         before_rows: called before the rows of each piece are sent; tests hold bulk rows back here.
@@ -87,12 +89,14 @@ class Reader:
         catalog: Catalog,
         tiers: Tiers,
         *,
+        damage: Damage,
         limits: PinLimits,
         timeout_s: float,
         before_rows: Callable[[Kind], None] | None = None,
     ) -> None:
         self._catalog = catalog
         self._tiers = tiers
+        self._damage = damage
         self._window_bytes = min(limits.window_bytes, limits.leased_bytes)
         self._leased_bytes = limits.leased_bytes
         self._budget = PinBudget(limits.leased_bytes)
@@ -291,10 +295,8 @@ class Reader:
             try:
                 header = headers[record.name] = header_for(pinned.data, record)
             except IntegrityError as error:
-                logger.warning("dropped a damaged object: %s", error)
-                self._catalog.count("integrity_errors")
-                self._catalog.lost(record)
-                self._tiers.delete([record.name])
+                logger.debug("damage in the pool: %s", error)
+                self._damage.drop(record, pinned.source)
                 self._tiers.unpin(held.pinned.pop(record.name))
                 held.reasons[record.name] = pb.MISS_REASON_INTEGRITY
                 return pb.MISS_REASON_INTEGRITY

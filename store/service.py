@@ -111,6 +111,13 @@ class StoreService(rpc.StoreServicer):
         self._store.leases.end(request.lease_id)
         return pb.ReleaseResponse()
 
+    def ReportDamage(
+        self, request: pb.ReportDamageRequest, context: grpc.ServicerContext
+    ) -> pb.ReportDamageResponse:
+        """Looks at what came damaged."""
+        with self._statuses(context):
+            return self._store.report_damage(request, self._reader(context))
+
     def Stats(self, request: pb.StatsRequest, context: grpc.ServicerContext) -> pb.StatsResponse:
         """Counts and sizes."""
         with self._statuses(context):

@@ -201,8 +201,9 @@ class Tiers:
             found.update((key, memory) for key, (_, memory) in came.items())
             self._l1.finish_read(list(loaded.came))
         held = [
-            self._hold(name, size, key, loaded.came.get(key, "cpu"), found[key])
-            or loaded.missed.get(key, Miss.ABSENT)
+            loaded.missed.get(key, Miss.ABSENT)
+            if (memory := found[key]) is None
+            else self._hold(name, size, key, loaded.came.get(key, "cpu"), memory)
             for (name, size), key in zip(names_and_sizes, keys, strict=True)
         ]
         self._pins.add(one for one in held if isinstance(one, Pinned))
@@ -263,6 +264,14 @@ class Tiers:
         self._behind.delete(keys, in_redis=in_redis)
         return overwritten
 
+    def drop(self, names: Sequence[ObjectName]) -> None:
+        """As `delete`, from the CPU tier alone.
+
+        While others still read one it can not be loaded again, and is late.
+        """
+        self._doomed.add(map(object_key, names), Miss.LATE)
+        self._doomed.purge()
+
     def delete_in_redis(self, names: Sequence[ObjectName]) -> None:
         """Drop objects from Redis alone."""
         self._behind.delete([object_key(name) for name in names])
@@ -321,14 +330,15 @@ class Tiers:
         size: int,
         key: ObjectKey,
         source: Source,
-        memory: MemoryObj | None,
-    ) -> Pinned | None:
+        memory: MemoryObj,
+    ) -> Pinned | Miss:
         """Make a pin of a read lock on `memory`, or let go of it when it is not what is wanted."""
-        if memory is None:
-            return None
-        if memory.get_size() != size or key in self._doomed:
+        miss = self._doomed.why(key)
+        if miss is None and memory.get_size() != size:
+            miss = Miss.ABSENT
+        if miss is not None:
             self._l1.finish_read([key])
-            return None
+            return miss
         meta = memory.meta
         data = self._view[meta.address : meta.address + size]
         return Pinned(name, data, source, meta.address, key, meta.phy_size)

@@ -24,7 +24,7 @@ def store():
     breaker = Breaker("streams", lambda: 0.0, max_failures=1)
     lanes = Lanes("unix:///nowhere", None)
     with writer:
-        yield writer, LaneStream(lanes, LaneSocket(reader, None), breaker), breaker
+        yield writer, LaneStream(lanes, LaneSocket(reader, None), breaker, print), breaker
     lanes.close()
     reader.close()
 

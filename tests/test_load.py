@@ -49,6 +49,9 @@ class Stream:
         if self.hold is not None:
             self.hold.set()
 
+    def report_damage(self, kind, prefix_hash):
+        self.calls.append((kind, prefix_hash))
+
     def stalled(self):
         self.calls.append("stalled")
         self.cancel()
@@ -200,10 +203,12 @@ damaged = [
     ("the name of another prefix", {"prefix_hash": OTHER.chain.prefix_hash(256)}),
     ("no name", {"prefix_hash": b""}),
 ]
+reported = {"a flipped bit", "truncated data"}
+"""What the store may have to do with, and is told."""
 
 
-@pytest.mark.parametrize("changes", [c for _, c in damaged], ids=[name for name, _ in damaged])
-def test_a_wrong_frame_fails_every_range_that_is_not_complete(changes):
+@pytest.mark.parametrize(("what", "changes"), damaged, ids=[name for name, _ in damaged])
+def test_a_wrong_frame_fails_every_range_that_is_not_complete(what, changes):
     load = load_of(STATE, HIDDEN, KV)
     frame = rows(1, HIDDEN, 130, 256)
     for field_name, value in changes.items():
@@ -211,7 +216,8 @@ def test_a_wrong_frame_fails_every_range_that_is_not_complete(changes):
     stream = run(load, rows(0, STATE, 511, 512), ended(0), frame, ended(1), rows(2, KV, 0, 256))
     assert_whole(load, 0, STATE)
     assert reason_of(load, 1) == reason_of(load, 2) == "integrity"
-    assert stream.calls == ["cancel"]
+    told = [(Kind.HIDDEN, PROMPT.chain.prefix_hash(256))] if what in reported else []
+    assert stream.calls == ["cancel", *told]
     assert (load.buffers[2] == POISON).all()
 
 

@@ -27,6 +27,8 @@ COUNTERS = (
     "hits",
     "misses",
     "integrity_errors",
+    "damage_reports",
+    "unfounded_damage_reports",
     "evicted_bytes",
     "dropped_objects",
     "stored_bytes",
