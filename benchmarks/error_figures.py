@@ -30,6 +30,7 @@ from torch import Tensor
 
 from tailreplay.connector.client import StoreClient
 from tailreplay.connector.hf import CachePolicy, HybridEngine
+from tailreplay.connector.hf_cache import HybridCache
 from tailreplay.connector.hf_model import HybridModel
 from tailreplay.connector.stored import stored_prefix
 from tailreplay.connector.tail_figures import BUDGETS, unpack
@@ -97,9 +98,9 @@ class Bench:
     def _case(self, tokens: Tensor, tails: Tensor) -> Case:
         view, m = self._view, len(tokens)
         cache = view.new_cache()
-        with view.capture() as hidden:
+        with view.watch.capture() as hidden:
             view.forward(tokens, cache)
-        wanted = _recurrent(view, cache)
+        wanted = _recurrent(cache)
         rows = {
             g.source: tokens if g.source is None else hidden.rows(g.source) for g in view.groups
         }
@@ -114,7 +115,7 @@ class Bench:
         for group in self._view.groups:
             own = rows[group.source][max(0, start - CONV_ROWS) :]
             self._view.replay_group(group, own, cache)
-        return _recurrent(self._view, cache)
+        return _recurrent(cache)
 
 
 def figures(cases: list[Case], budget: int) -> dict[str, float]:
@@ -158,7 +159,7 @@ def cost(ids: Any, pairs: int = 9) -> dict[str, float]:  # noqa: ANN401 - token 
     view, tokens = HybridModel(minis.load("retrieval")), torch.from_numpy(ids.copy())
     ratios, rest = [], []
     for _ in range(pairs + 1):
-        noted_s, trace = _prefilled(view, tokens, view.trace())
+        noted_s, trace = _prefilled(view, tokens, view.watch.trace())
         plain_s, _ = _prefilled(view, tokens, nullcontext())
         started_s = time.process_time()
         pages = [(at, at + 64) for at in range(0, len(tokens), 64)]
@@ -176,7 +177,7 @@ def _prefilled(view: HybridModel, tokens: Tensor, tracing: Any) -> tuple[float, 
             part = tokens[start : start + 1024]
             view.forward(part, cache)
             if trace is not None:
-                view.note_states(trace, start + len(part), cache)
+                cache.note_states(trace, start + len(part))
     return time.process_time() - started_s, trace
 
 
@@ -225,10 +226,9 @@ def _prefix(corpus: Corpus, rng: np.random.Generator, kind: str, length: int) ->
     return torch.from_numpy(row.ids[: row.boundary])
 
 
-def _recurrent(view: HybridModel, cache: Any) -> Tensor:  # noqa: ANN401 - Transformers' cache
+def _recurrent(cache: HybridCache) -> Tensor:
     """`[L, HV, K, V]` in fp32."""
-    states = view.states(cache)
-    return torch.stack([states[layer].recurrent for layer in view.linear_layers])
+    return torch.stack([state.recurrent for state in cache.states().values()])
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from tailreplay.connector.hf_model import guard_triton
+from tailreplay.connector.triton_guard import guard_triton
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable

@@ -19,8 +19,9 @@ from tailreplay.connector.client import NotAsked, StoreClient, default_address
 from tailreplay.connector.device_load import DeviceLoad
 from tailreplay.connector.device_pool import DevicePool
 from tailreplay.connector.fetch_plan import FetchPlan, ModelShape
+from tailreplay.connector.hf_families import UnsupportedModel
 from tailreplay.connector.hf_keep import keep_on_device
-from tailreplay.connector.hf_model import HybridModel, UnsupportedModel, guard_triton
+from tailreplay.connector.hf_model import HybridModel
 from tailreplay.connector.hf_outgoing import Outgoing
 from tailreplay.connector.hf_run import Prefilled, PromptRun
 from tailreplay.connector.identity import model_semantics
@@ -30,6 +31,7 @@ from tailreplay.connector.plan import plan_fetch, plan_repair
 from tailreplay.connector.policy import CachePolicy
 from tailreplay.connector.report import Report
 from tailreplay.connector.stored import NOTHING, StoredPrefix, stored_prefix
+from tailreplay.connector.triton_guard import guard_triton
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.chain import PrefixChain
 from tailreplay.store.errors import InvalidRequest, StoreUnavailable, TailReplayError
@@ -106,11 +108,12 @@ class HybridEngine:
         self.policy = policy or CachePolicy()
         _check_model(model)
         self._model = HybridModel(model)
-        self._codec = PayloadCodec(self._model)
+        self._codec = PayloadCodec(self._model.dims)
+        dims = self._model.dims
         self._shape = ModelShape(
-            len(self._model.fa_layers),
-            self._model.kv_heads,
-            len(self._model.hidden_sources),
+            len(dims.fa_layers),
+            dims.kv_heads,
+            len(dims.hidden_sources),
             tails_by_group=True,
             replays_tokens=True,
         )
@@ -123,11 +126,11 @@ class HybridEngine:
             weights_id=weights_id or hf_weights.weights_id(model),
             tokenizer_id=tokenizer_id,
             tenant_salt=tenant,
-            kv_dtype=str(self._model.dtype),
+            kv_dtype=str(dims.dtype),
         ).digest()
         self._tenant = tenant_digest(tenant)
         self._device_pool = (
-            DevicePool(torch.empty(pool_bytes, dtype=torch.uint8, device=self._model.device))
+            DevicePool(torch.empty(pool_bytes, dtype=torch.uint8, device=dims.device))
             if (pool_bytes := self.policy.device_pool_bytes)
             else None
         )
@@ -200,7 +203,7 @@ class HybridEngine:
     ) -> Generation:
         report = Report(secrets.token_hex(8), len(tokens))
         prompt = _Prompt(tokens, PrefixChain(self.namespace, tokens), policy, report)
-        ids = torch.as_tensor(tokens.astype("int64"), device=self._model.device)
+        ids = torch.as_tensor(tokens.astype("int64"), device=self._model.dims.device)
         run = PromptRun(self._model, self._codec, ids, policy.prefill_chunk_tokens, report)
         stored = self._match(prompt)
         policy = prompt.policy
@@ -333,7 +336,7 @@ class HybridEngine:
 
         The next request there starts from it; a failure is logged and nothing else.
         """
-        ids = torch.as_tensor(prompt.tokens.astype("int64"), device=self._model.device)
+        ids = torch.as_tensor(prompt.tokens.astype("int64"), device=self._model.dims.device)
         step = prompt.policy.prefill_chunk_tokens
         run = PromptRun(self._model, self._codec, ids, step, prompt.report)
         load, m = self._load(plan, prompt), plan.used_tokens

@@ -79,7 +79,7 @@ class Outgoing:
     ) -> dict[int, bytes]:
         """How long a tail must be in each page that is to be put, by the page's first token."""
         pages = [(first, end) for kind, first, end in wanted if kind is Kind.HIDDEN]
-        if not pages or not self._model.hidden_sources:
+        if not pages or not self._model.dims.hidden_sources:
             return {}
         known = torch.from_numpy(unpack(stored.figures_at(done.trace.first)))
         tails = span_tails(

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from tailreplay.connector.fetch_plan import FetchPlan
-from tailreplay.connector.hf_views import as_of
 from tailreplay.connector.plan import prefill_cuts
 from tailreplay.replay.hidden_rows import HiddenRows
 from tailreplay.replay.linear_state import LinearState
@@ -25,9 +24,8 @@ from tailreplay.store.objects import PAGE_TOKENS, Kind
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from transformers import DynamicCache
-
     from tailreplay.connector.device_load import DeviceLoad
+    from tailreplay.connector.hf_cache import HybridCache
     from tailreplay.connector.hf_model import HybridModel
     from tailreplay.connector.load import Load
     from tailreplay.connector.payload import PayloadCodec
@@ -51,7 +49,7 @@ class Prefilled:
         approximate: the states that a tail gave; None where they were exact.
     """
 
-    cache: DynamicCache
+    cache: HybridCache
     logits: Tensor
     kv: list[tuple[Tensor, Tensor]]
     hidden: list[Tensor]
@@ -111,11 +109,11 @@ class PromptRun:
             else:
                 self._replay(cache, plan, load, states)
             if not plan.exact:
-                approximate = self._model.states(cache)
+                approximate = cache.states()
             elif plan.checkpoint_token != plan.used_tokens:
-                kept[plan.used_tokens] = self._model.states(cache)
+                kept[plan.used_tokens] = cache.states()
         elif plan.prefill_from:
-            self._model.set_states(cache, states or self._zero_states())
+            cache.set_states(states or self._zero_states())
         keep = plan.matched_tokens if plan.exact else None
         done = self._prefill(cache, plan.prefill_from, keep, before_fa=wait_kv)
         done.states |= kept
@@ -138,12 +136,12 @@ class PromptRun:
         cache, states = self._model.new_cache(), self._load_states(plan, load)
         if not plan.from_tokens:
             self._replay(cache, plan, load, states)
-            return self._model.states(cache)
-        for layer, (keys, values) in zip(self._model.fa_layers, kv, strict=True):
+            return cache.states()
+        for layer, (keys, values) in zip(self._model.dims.fa_layers, kv, strict=True):
             m = plan.used_tokens
-            self._model.install_kv(cache, layer, keys[:, :m], values[:, :m])
+            cache.install_kv(layer, keys[:, :m], values[:, :m])
         self._replay_tokens(cache, plan, states)
-        return self._model.states(cache)
+        return cache.states()
 
     def hidden_with_loaded(
         self, done: Prefilled, plan: FetchPlan, load: Load | DeviceLoad
@@ -179,16 +177,17 @@ class PromptRun:
         return tokens
 
     def _install_kv(
-        self, cache: DynamicCache, plan: FetchPlan, load: Load | DeviceLoad
+        self, cache: HybridCache, plan: FetchPlan, load: Load | DeviceLoad
     ) -> Callable[[int], None]:
         """Puts still empty buffers into the cache; returns what waits for a layer's bytes."""
-        number_of = dict(zip(self._model.fa_layers, plan.ranges_of(Kind.KV), strict=False))
+        dims = self._model.dims
+        number_of = dict(zip(dims.fa_layers, plan.ranges_of(Kind.KV), strict=False))
         targets: dict[int, tuple[Tensor, Tensor]] = {}
         for layer, number in number_of.items():
             keys, values = self._codec.unpack_kv(load.buffers[number])
-            on_device = (keys.to(self._model.device), values.to(self._model.device))
+            on_device = (keys.to(dims.device), values.to(dims.device))
             targets[layer] = on_device
-            self._model.install_kv(cache, layer, *on_device)
+            cache.install_kv(layer, *on_device)
 
         def wait(layer: int) -> None:
             number = number_of.pop(layer, None)
@@ -196,7 +195,7 @@ class PromptRun:
                 return
             with self._report.phase("kv"):
                 buffer = load.wait(number)
-            if isinstance(buffer, np.ndarray) and self._model.device.type != "cpu":
+            if isinstance(buffer, np.ndarray) and dims.device.type != "cpu":
                 keys, values = self._codec.unpack_kv(buffer)
                 targets[layer][0].copy_(keys)
                 targets[layer][1].copy_(values)
@@ -211,11 +210,11 @@ class PromptRun:
             return self._codec.unpack_checkpoint(load.wait(0))
 
     def _replay(
-        self, cache: DynamicCache, plan: FetchPlan, load: Load | DeviceLoad, states: States | None
+        self, cache: HybridCache, plan: FetchPlan, load: Load | DeviceLoad, states: States | None
     ) -> None:
         """Rebuilds every group's states, each as soon as its rows are in."""
         end = plan.prefill_from
-        sources = self._model.hidden_sources
+        sources = self._model.dims.hidden_sources
         number_of = dict(zip(sources, plan.ranges_of(Kind.HIDDEN), strict=False))
         firsts = plan.replay_firsts or [plan.replay_first or 0] * len(self._model.groups)
         for group, first in zip(self._model.groups, firsts, strict=True):
@@ -224,7 +223,7 @@ class PromptRun:
             else:
                 with self._report.phase("tail"):
                     buffer = load.wait(number_of[group.source])
-                rows = self._codec.unpack_hidden(buffer).to(self._model.device)
+                rows = self._codec.unpack_hidden(buffer).to(self._model.dims.device)
             initial = None
             if states is not None:
                 initial = {layer: states[layer] for layer in group.linear_layers}
@@ -234,7 +233,7 @@ class PromptRun:
 
     def _replay_tokens(
         self,
-        cache: DynamicCache,
+        cache: HybridCache,
         plan: FetchPlan,
         states: States | None,
         before_fa: Callable[[int], None] = lambda _: None,
@@ -243,16 +242,16 @@ class PromptRun:
         model, first = self._model, plan.replay_first or 0
         self._report.event("replay:tokens")
         if states is not None:
-            model.set_states(cache, states)
-        earlier = as_of(cache, first)
-        with self._report.phase("replay"), model.waiting(before_fa):
+            cache.set_states(states)
+        earlier = cache.as_of(first)
+        with self._report.phase("replay"), model.watch.waiting(before_fa):
             for start in range(first, plan.prefill_from, self._chunk_tokens):
                 end = min(start + self._chunk_tokens, plan.prefill_from)
                 model.forward(self._tokens[start:end], earlier)
 
     def _prefill(
         self,
-        cache: DynamicCache,
+        cache: HybridCache,
         first: int,
         keep: int | None,
         before_fa: Callable[[int], None] = lambda _: None,
@@ -264,40 +263,40 @@ class PromptRun:
             first: where to begin.
             keep: where to keep one beside the usual places; None = none is kept, and nothing noted
                 that is only stored.
-            before_fa: as of `HybridModel.waiting`.
+            before_fa: as of `Watch.waiting`.
         """
         model, total = self._model, len(self._tokens)
+        watch, dims = model.watch, model.dims
         cuts = prefill_cuts(first, total, self._chunk_tokens, keep)
         ends = prefill_cuts(first, total, self._chunk_tokens, None)
-        hidden, trace = HiddenRows(), DecayTrace(model.linear_layers, first)
+        hidden, trace = HiddenRows(), DecayTrace(dims.linear_layers, first)
         states: dict[int, States] = {}
         with self._report.phase("suffix"), ExitStack() as watching:
-            watching.enter_context(model.waiting(before_fa))
+            watching.enter_context(watch.waiting(before_fa))
             if keep is not None:
-                hidden = watching.enter_context(model.capture())
-                trace = watching.enter_context(model.trace(first))
+                hidden = watching.enter_context(watch.capture())
+                trace = watching.enter_context(watch.trace(first))
                 if first:
-                    model.note_states(trace, first, cache)
+                    cache.note_states(trace, first)
             for start, end in itertools.pairwise([first, *ends, total]):
                 inner = [cut for cut in cuts if start < cut < end]
-                with model.keeping([cut - start for cut in inner], cache) as kept:
+                with watch.keeping([cut - start for cut in inner], cache) as kept:
                     logits = model.forward(self._tokens[start:end], cache)
                 for cut, state in zip(inner, kept, strict=True):
                     states[cut] = state
-                    trace.note_states(cut, [state[at].recurrent for at in model.linear_layers])
+                    trace.note_states(cut, [state[at].recurrent for at in dims.linear_layers])
                 if keep is not None:
-                    model.note_states(trace, end, cache)
+                    cache.note_states(trace, end)
                     if end != total:
-                        states[end] = model.states(cache)
-        kv = [model.kv(cache, layer) for layer in model.fa_layers]
-        rows = [hidden.rows(source) for source in model.hidden_sources if keep is not None]
+                        states[end] = cache.states()
+        kv = [cache.kv(layer) for layer in dims.fa_layers]
+        rows = [hidden.rows(source) for source in dims.hidden_sources if keep is not None]
         return Prefilled(cache, logits, kv, rows, first, states, trace)
 
     def _zero_states(self) -> States:
-        model = self._model
-        channels = 2 * model.key_heads * model.key_dim + model.value_heads * model.value_dim
+        dims = self._model.dims
         zero = LinearState(
-            torch.zeros(channels, model.conv_width, dtype=model.dtype, device=model.device),
-            torch.zeros(model.value_heads, model.key_dim, model.value_dim, device=model.device),
+            torch.zeros(dims.conv_shape, dtype=dims.dtype, device=dims.device),
+            torch.zeros(dims.recurrent_shape, device=dims.device),
         )
-        return dict.fromkeys(model.linear_layers, zero)
+        return dict.fromkeys(dims.linear_layers, zero)

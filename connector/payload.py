@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from tailreplay.connector.hf_model import HybridModel
-    from tailreplay.connector.vllm_model import ModelDims
+    from tailreplay.connector.model_dims import ModelDims
 
     Bytes3 = npt.NDArray[np.uint8]
 
@@ -43,7 +42,7 @@ class PayloadCodec:
     """Packs and unpacks one model's objects.
 
     Args:
-        model: gives shapes, dtype and layer order.
+        dims: of the model, or of one rank's share of it.
 
     Attributes:
         geometry: of each kind.
@@ -52,30 +51,30 @@ class PayloadCodec:
         ValueError: the model's dtype can not be stored.
     """
 
-    def __init__(self, model: HybridModel | ModelDims) -> None:
-        if model.dtype not in _DTYPES:
-            raise ValueError(f"model dtype is {model.dtype}, wanted one of {list(_DTYPES)}")
-        self._model = model
-        self._heads_per_key = model.value_heads // model.key_heads
-        dtype = _DTYPES[model.dtype]
+    def __init__(self, dims: ModelDims) -> None:
+        if dims.dtype not in _DTYPES:
+            raise ValueError(f"model dtype is {dims.dtype}, wanted one of {list(_DTYPES)}")
+        self._dims = dims
+        self._heads_per_key = dims.value_heads // dims.key_heads
+        dtype = _DTYPES[dims.dtype]
         self.geometry: dict[Kind, Geometry] = {
             Kind.KV: kv_geometry(
-                fa_layers=len(model.fa_layers),
-                kv_heads=model.kv_heads,
-                head_dim=model.kv_head_dim,
+                fa_layers=len(dims.fa_layers),
+                kv_heads=dims.kv_heads,
+                head_dim=dims.kv_head_dim,
                 dtype=dtype,
             ),
             Kind.HIDDEN: hidden_geometry(
-                sources=len(model.hidden_sources), hidden_size=model.hidden_size, dtype=dtype
+                sources=len(dims.hidden_sources), hidden_size=dims.hidden_size, dtype=dtype
             ),
             Kind.CHECKPOINT: checkpoint_geometry(
                 shape=(
-                    len(model.linear_layers),
-                    model.key_heads,
+                    len(dims.linear_layers),
+                    dims.key_heads,
                     self._heads_per_key,
-                    model.key_dim,
-                    model.value_dim,
-                    model.conv_width,
+                    dims.key_dim,
+                    dims.value_dim,
+                    dims.conv_width,
                 ),
                 dtype=dtype,
                 state_dtype=Dtype.FLOAT32,
@@ -97,7 +96,7 @@ class PayloadCodec:
 
     def checkpoint_rows(self, states: Mapping[int, LinearState]) -> Tensor:
         """The states of all linear layers, one row each; returns as `kv_rows`."""
-        return torch.cat([self._split(states[layer]) for layer in self._model.linear_layers])[
+        return torch.cat([self._split(states[layer]) for layer in self._dims.linear_layers])[
             :, None
         ]
 
@@ -115,44 +114,43 @@ class PayloadCodec:
 
     def unpack_kv(self, rows: Bytes3 | Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[H, T, d]` of one layer, as views of `rows` `[H, T, row bytes]`."""
-        tensor = _tensor(rows).view(self._model.dtype)
-        both = tensor.view(*rows.shape[:2], 2, self._model.kv_head_dim)
+        tensor = _tensor(rows).view(self._dims.dtype)
+        both = tensor.view(*rows.shape[:2], 2, self._dims.kv_head_dim)
         return both[:, :, 0], both[:, :, 1]
 
     def unpack_hidden(self, rows: Bytes3 | Tensor) -> Tensor:
         """Hiddens `[T, D]` of one source, as a view of `rows` `[1, T, row bytes]`."""
-        return _tensor(rows).view(self._model.dtype)[0]
+        return _tensor(rows).view(self._dims.dtype)[0]
 
     def unpack_checkpoint(self, units: Bytes3 | Tensor) -> dict[int, LinearState]:
         """States of all linear layers from `units` `[layers * key heads, 1, row bytes]`."""
-        layers = self._model.linear_layers
-        per_layer = _tensor(units).reshape(len(layers), self._model.key_heads, -1)
+        layers = self._dims.linear_layers
+        per_layer = _tensor(units).reshape(len(layers), self._dims.key_heads, -1)
         return {layer: self._join(per_layer[i]) for i, layer in enumerate(layers)}
 
     def _split(self, state: LinearState) -> Tensor:
         """Bytes per key head, `[key heads, bytes]`: conv rows, then recurrent states."""
         conv = torch.cat(self._conv_parts(state.conv), dim=1)
-        recurrent = state.recurrent.reshape(self._model.key_heads, -1)
+        recurrent = state.recurrent.reshape(self._dims.key_heads, -1)
         return torch.cat((_as_bytes(conv.flatten(1)), _as_bytes(recurrent)), dim=1)
 
     def _join(self, units: Tensor) -> LinearState:
-        model, cut = self._model, self.geometry[Kind.CHECKPOINT].conv_bytes
-        conv = units[:, :cut].contiguous().view(model.dtype)
-        conv = conv.view(model.key_heads, -1, model.conv_width)
-        cuts = (0, model.key_dim, 2 * model.key_dim, conv.shape[1])
+        dims, cut = self._dims, self.geometry[Kind.CHECKPOINT].conv_bytes
+        conv = units[:, :cut].contiguous().view(dims.dtype)
+        conv = conv.view(dims.key_heads, -1, dims.conv_width)
+        cuts = (0, dims.key_dim, 2 * dims.key_dim, conv.shape[1])
         parts = [conv[:, start:end] for start, end in itertools.pairwise(cuts)]
         recurrent = units[:, cut:].contiguous().view(torch.float32)
-        shape = (model.value_heads, model.key_dim, model.value_dim)
         return LinearState(
-            torch.cat([part.flatten(0, 1) for part in parts]).to(model.device),
-            recurrent.view(shape).to(model.device),
+            torch.cat([part.flatten(0, 1) for part in parts]).to(dims.device),
+            recurrent.view(dims.recurrent_shape).to(dims.device),
         )
 
     def _conv_parts(self, conv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Conv rows of q, k and v, each split by key head: `[key heads, channels, width]`."""
-        keys = self._model.key_heads * self._model.key_dim
+        keys = self._dims.key_heads * self._dims.key_dim
         q, k, v = conv[:keys], conv[keys : 2 * keys], conv[2 * keys :]
-        shape = (self._model.key_heads, -1, conv.shape[1])
+        shape = (self._dims.key_heads, -1, conv.shape[1])
         return q.reshape(shape), k.reshape(shape), v.reshape(shape)
 
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tailreplay.connector.client import StoreClient
+    from tailreplay.connector.model_dims import ModelDims
     from tailreplay.connector.stored import StoredCheckpoint
     from tailreplay.connector.vllm_meta import LoadOp
-    from tailreplay.connector.vllm_model import ModelDims
     from tailreplay.store.geometry import Geometry
 
 logger = logging.getLogger(__name__)

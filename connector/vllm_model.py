@@ -7,12 +7,12 @@ Token-granular access to vLLM's caches, whatever the attention backend's own blo
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from tailreplay.connector.model_dims import ModelDims
 from tailreplay.replay.groups import LINEAR
 from tailreplay.replay.linear_state import LinearState
 
@@ -21,28 +21,6 @@ if TYPE_CHECKING:
 
     from tailreplay.connector.vllm_capture import Capture
     from tailreplay.connector.vllm_meta import BlockIds
-
-
-@dataclass(frozen=True, slots=True)
-class ModelDims:
-    """Shapes of a model, or of one rank's share of it; what `PayloadCodec` wants to know.
-
-    Attributes: as in `tailreplay.connector.hf_model.HybridModel`.
-    """
-
-    fa_layers: tuple[int, ...]
-    linear_layers: tuple[int, ...]
-    hidden_sources: tuple[int, ...]
-    kv_heads: int
-    kv_head_dim: int
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    conv_width: int
-    hidden_size: int
-    dtype: torch.dtype
-    device: torch.device
 
 
 class Shard:

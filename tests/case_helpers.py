@@ -154,11 +154,10 @@ class Hit:
 
     def __init__(self, engine: HybridEngine, store: str, tokens: Tokens, how: CachePolicy) -> None:
         self.model = HybridModel(tiny_qwen())
+        dims = self.model.dims
         ids = extended_tokens(tokens)
-        codec = PayloadCodec(self.model)
-        shape = ModelShape(
-            len(self.model.fa_layers), self.model.kv_heads, len(self.model.hidden_sources)
-        )
+        codec = PayloadCodec(dims)
+        shape = ModelShape(len(dims.fa_layers), dims.kv_heads, len(dims.hidden_sources))
         self.report = Report("hit", len(tokens))
         run = PromptRun(
             self.model, codec, torch.tensor(tokens), how.prefill_chunk_tokens, self.report

@@ -108,11 +108,11 @@ def test_the_stored_figures_are_those_of_the_prefill(served):
     _, engine, text = served
     view = HybridModel(engine._model._model)
     cache = view.new_cache()
-    with view.trace() as trace:
+    with view.watch.trace() as trace:
         for start in (0, 576):
             part = text[start : 576 if start == 0 else TOKENS]
             view.forward(torch.tensor(part), cache)
-            view.note_states(trace, start + len(part), cache)
+            cache.note_states(trace, start + len(part))
     pages = [(at, at + 64) for at in range(0, TOKENS, 64)]
     wanted = span_tails(trace, view.group_places, pages)
     for page in (0, 4, 9):

@@ -221,7 +221,7 @@ def test_size_reads_a_models_config_as_engines_do(run, tmp_path):
     file = tmp_path / "config.json"
     file.write_text(model.config.to_json_string(use_diff=False))
     answer = run("size", "--tokens", "100", "--config", str(file), "--dtype", "float32")
-    wanted = PayloadCodec(HybridModel(model)).geometry
+    wanted = PayloadCodec(HybridModel(model).dims).geometry
     assert answer["kv_bytes_per_token"] == wanted[KV].payload_bytes(1)
     assert answer["hidden_bytes_per_token"] == wanted[HIDDEN].payload_bytes(1)
     assert answer["checkpoint_bytes"] == wanted[CHECKPOINT].payload_bytes(1)

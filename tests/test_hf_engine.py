@@ -105,15 +105,15 @@ class Prefills:
         self._states = {}
         for start, end in itertools.pairwise((0, *sorted(cuts))):
             self._model.forward(torch.tensor(LONG[start:end]), cache)
-            self._states[end] = self._model.states(cache)
-        self._kv = {layer: self._model.kv(cache, layer) for layer in self._model.fa_layers}
+            self._states[end] = cache.states()
+        self._kv = {layer: cache.kv(layer) for layer in self._model.dims.fa_layers}
 
     def assert_right(self, first_logits, tokens, m):
         """These are the logits after `tokens`, of which LONG has the first m."""
         cache = self._model.new_cache()
         for layer, (keys, values) in self._kv.items():
-            self._model.install_kv(cache, layer, keys[:, :m], values[:, :m])
-        self._model.set_states(cache, self._states[m])
+            cache.install_kv(layer, keys[:, :m], values[:, :m])
+        cache.set_states(self._states[m])
         wanted = self._model.forward(torch.tensor(tokens[m:]), cache)
         assert relative_max(first_logits, wanted) <= LOGITS_BOUND
 
@@ -199,7 +199,7 @@ def truth():
     def prefill(m, tokens):
         cache = model.new_cache()
         model.forward(torch.tensor(tokens[:m]), cache)
-        states = model.states(cache)
+        states = cache.states()
         return states, model.forward(torch.tensor(tokens[m:]), cache)
 
     return prefill
@@ -245,7 +245,7 @@ def test_a_state_of_the_token_before_would_be_seen(server, tenant, truth, m):
 
 def put_checkpoint(engine, store, tenant, tokens, m, states):
     """Stores states as those after m tokens, whatever they are."""
-    codec = PayloadCodec(HybridModel(tiny_qwen()))
+    codec = PayloadCodec(HybridModel(tiny_qwen()).dims)
     ids = extended_tokens(tokens)
     name = PrefixChain(engine.namespace, ids).prefix_hash(m)
     header = Header(

@@ -9,7 +9,9 @@ import pytest
 import torch
 from tiny_models import FAMILIES, random_tokens, relative_l2, relative_max, tiny_qwen
 
-from tailreplay.connector.hf_model import HybridModel, UnsupportedModel, guard_triton
+from tailreplay.connector.hf_families import UnsupportedModel
+from tailreplay.connector.hf_model import HybridModel
+from tailreplay.connector.triton_guard import guard_triton
 from tailreplay.replay.groups import ReplayGroup
 from tailreplay.replay.linear_state import LinearState
 
@@ -48,9 +50,9 @@ class Prefix:
         self.model = HybridModel(make(dtype))
         self.tokens = random_tokens(tokens)
         cache = self.model.new_cache()
-        with self.model.capture() as self.hidden:
+        with self.model.watch.capture() as self.hidden:
             self.model.forward(self.tokens, cache)
-        self.kv = {layer: self.model.kv(cache, layer) for layer in self.model.fa_layers}
+        self.kv = {layer: cache.kv(layer) for layer in self.model.dims.fa_layers}
 
     def prefill(self, m, chunk=None):
         cache = self.model.new_cache()
@@ -59,12 +61,12 @@ class Prefix:
         return cache
 
     def states(self, m):
-        return self.model.states(self.prefill(m))
+        return self.prefill(m).states()
 
     def with_kv(self, m):
         cache = self.model.new_cache()
         for layer, (keys, values) in self.kv.items():
-            self.model.install_kv(cache, layer, keys[:, :m], values[:, :m])
+            cache.install_kv(layer, keys[:, :m], values[:, :m])
         return cache
 
     def rows(self, group, start, end):
@@ -81,7 +83,7 @@ class Prefix:
         if checkpoint is None:
             self.replay(cache, m - (k or m), m)
         elif checkpoint == m:
-            self.model.set_states(cache, self.states(m))
+            cache.set_states(self.states(m))
         else:
             self.replay(cache, checkpoint, m, self.states(checkpoint))
         return cache
@@ -90,7 +92,7 @@ class Prefix:
         return self.model.forward(self.tokens[m : m + suffix], cache)
 
     def check_states(self, got, wanted, bound):
-        assert sorted(got) == sorted(wanted) == list(self.model.linear_layers)
+        assert sorted(got) == sorted(wanted) == list(self.model.dims.linear_layers)
         for layer, state in wanted.items():
             assert relative_l2(got[layer].conv, state.conv) <= bound, f"conv of layer {layer}"
             error = relative_l2(got[layer].recurrent, state.recurrent)
@@ -128,7 +130,7 @@ def bf16_prefix():
 
 @pytest.mark.parametrize("m", BOUNDARIES)
 def test_replay_of_all_rows_is_a_prefill(any_prefix, m):
-    states = any_prefix.model.states(any_prefix.hit(m))
+    states = any_prefix.hit(m).states()
     any_prefix.check_states(states, any_prefix.states(m), STATE_BOUND)
     for suffix in (1, SUFFIX):
         assert any_prefix.logits_error(any_prefix.hit(m), m, suffix) <= LOGITS_BOUND
@@ -136,7 +138,7 @@ def test_replay_of_all_rows_is_a_prefill(any_prefix, m):
 
 @pytest.mark.parametrize("m", BOUNDARIES)
 def test_replay_of_all_rows_is_a_prefill_within_bf16(bf16_prefix, m):
-    states = bf16_prefix.model.states(bf16_prefix.hit(m))
+    states = bf16_prefix.hit(m).states()
     bf16_prefix.check_states(states, bf16_prefix.states(m), BF16_BOUND)
     for suffix in (1, SUFFIX):
         assert bf16_prefix.logits_error(bf16_prefix.hit(m), m, suffix) <= BF16_BOUND
@@ -152,7 +154,7 @@ def test_two_ways_to_prefill_differ_as_much_in_bf16(bf16_prefix, chunk):
     ("checkpoint", "m"), [(512, 513), (512, 515), (512, 1000), (960, 1000), (1000, 1000)]
 )
 def test_replay_from_a_checkpoint_is_a_prefill(long_prefix, checkpoint, m):
-    states = long_prefix.model.states(long_prefix.hit(m, checkpoint=checkpoint))
+    states = long_prefix.hit(m, checkpoint=checkpoint).states()
     long_prefix.check_states(states, long_prefix.states(m), STATE_BOUND)
     for suffix in (1, SUFFIX):
         cache = long_prefix.hit(m, checkpoint=checkpoint)
@@ -172,7 +174,7 @@ def test_a_hit_can_be_decoded_from_token_by_token(any_prefix):
 @pytest.mark.parametrize("m", [65, 299])
 def test_states_of_another_boundary_are_far_off(any_prefix, m):
     cache = any_prefix.with_kv(m)
-    any_prefix.model.set_states(cache, any_prefix.states(m - 1))
+    cache.set_states(any_prefix.states(m - 1))
     assert any_prefix.logits_error(cache, m) > FAR_OFF
     with pytest.raises(AssertionError, match="of layer"):
         any_prefix.check_states(any_prefix.states(m - 1), any_prefix.states(m), 1000 * STATE_BOUND)
@@ -184,7 +186,7 @@ def test_zero_states_are_far_off(any_prefix):
         layer: LinearState(torch.zeros_like(state.conv), torch.zeros_like(state.recurrent))
         for layer, state in any_prefix.states(299).items()
     }
-    any_prefix.model.set_states(cache, zeros)
+    cache.set_states(zeros)
     assert any_prefix.logits_error(cache, 299) > FAR_OFF
 
 
@@ -198,7 +200,7 @@ def test_more_rows_replayed_are_less_error(prefix):
 @pytest.mark.parametrize(("k", "right"), [(1, False), (2, False), (3, True), (4, True)])
 def test_few_rows_leave_a_wrong_conv_state(prefix, k, right):
     """Even in the very first layer, whose inputs are exact."""
-    got = prefix.model.states(prefix.hit(65, k))[0].conv
+    got = prefix.hit(65, k).states()[0].conv
     assert (relative_l2(got, prefix.states(65)[0].conv) <= STATE_BOUND) == right
 
 
@@ -209,22 +211,22 @@ def test_replay_needs_no_kv_and_no_order(any_prefix):
     model, cache = any_prefix.model, any_prefix.model.new_cache()
     for group in reversed(model.groups):
         model.replay_group(group, any_prefix.rows(group, 0, 130), cache)
-    any_prefix.check_states(model.states(cache), any_prefix.states(130), STATE_BOUND)
+    any_prefix.check_states(cache.states(), any_prefix.states(130), STATE_BOUND)
 
 
 def test_installed_kv_is_adopted_without_a_copy_and_never_written(prefix):
     model, cache = prefix.model, prefix.model.new_cache()
     keys, values = (x[:, :65].clone() for x in prefix.kv[3])
     before = keys.clone(), values.clone()
-    model.install_kv(cache, 3, keys, values)
-    assert [x.data_ptr() for x in model.kv(cache, 3)] == [keys.data_ptr(), values.data_ptr()]
-    assert cache.get_seq_length() == 65
-    model.install_kv(cache, 7, *(x[:, :65] for x in prefix.kv[7]))
-    model.set_states(cache, prefix.states(65))
+    cache.install_kv(3, keys, values)
+    assert [x.data_ptr() for x in cache.kv(3)] == [keys.data_ptr(), values.data_ptr()]
+    assert cache.tokens == 65
+    cache.install_kv(7, *(x[:, :65] for x in prefix.kv[7]))
+    cache.set_states(prefix.states(65))
     model.forward(prefix.tokens[65:70], cache)
     assert torch.equal(keys, before[0])
     assert torch.equal(values, before[1])
-    assert model.kv(cache, 3)[0].shape[1] == 70
+    assert cache.kv(3)[0].shape[1] == 70
 
 
 def test_kv_may_arrive_as_late_as_each_layer_reads_it(prefix):
@@ -236,7 +238,7 @@ def test_kv_may_arrive_as_late_as_each_layer_reads_it(prefix):
     }
     cache = model.new_cache()
     for layer, (keys, values) in buffers.items():
-        model.install_kv(cache, layer, keys, values)
+        cache.install_kv(layer, keys, values)
     prefix.replay(cache, 0, m)
     order = []
 
@@ -245,19 +247,19 @@ def test_kv_may_arrive_as_late_as_each_layer_reads_it(prefix):
         for buffer, x in zip(buffers[layer], prefix.kv[layer], strict=True):
             buffer.copy_(x[:, :m])
 
-    with model.waiting(arrive):
+    with model.watch.waiting(arrive):
         got = prefix.logits(cache, m)
-    assert order == list(model.fa_layers)
+    assert order == list(model.dims.fa_layers)
     assert relative_max(got, wanted) <= LOGITS_BOUND
     prefix.logits(cache, m + SUFFIX)
-    assert len(order) == len(model.fa_layers), "called after its context"
+    assert len(order) == len(model.dims.fa_layers), "called after its context"
 
 
 def test_a_layer_that_is_not_waited_for_reads_what_is_there(prefix):
     """So that the test above can fail."""
     cache = prefix.prefill(130)
-    keys, values = prefix.model.kv(cache, 3)
-    prefix.model.install_kv(cache, 3, torch.full_like(keys, torch.nan), values)
+    keys, values = cache.kv(3)
+    cache.install_kv(3, torch.full_like(keys, torch.nan), values)
     assert prefix.logits(cache, 130).isnan().all()
 
 
@@ -265,19 +267,19 @@ def test_an_error_while_waiting_ends_the_forward_and_unhooks(prefix):
     def fail(layer):
         raise TimeoutError(f"layer {layer}")
 
-    with pytest.raises(TimeoutError, match="layer 3"), prefix.model.waiting(fail):
+    with pytest.raises(TimeoutError, match="layer 3"), prefix.model.watch.waiting(fail):
         prefix.model.forward(prefix.tokens[:5], prefix.model.new_cache())
     prefix.model.forward(prefix.tokens[:5], prefix.model.new_cache())
 
 
 def test_capture_joins_the_forwards_inside_it_and_no_others(prefix):
     model, cache = prefix.model, prefix.model.new_cache()
-    with model.capture() as hidden:
+    with model.watch.capture() as hidden:
         model.forward(prefix.tokens[:40], cache)
         model.forward(prefix.tokens[40:41], cache)
     model.forward(prefix.tokens[41:50], cache)
     rows = hidden.rows(3)
-    assert rows.shape == (41, model.hidden_size)
+    assert rows.shape == (41, model.dims.hidden_size)
     assert not rows.requires_grad
     assert relative_l2(rows, prefix.hidden.rows(3)[:41]) <= STATE_BOUND
     with pytest.raises(ValueError, match=r"no rows of source 7, wanted one of \[3\]"):
@@ -289,14 +291,14 @@ def test_states_in_the_middle_of_a_forward_are_those_of_a_prefill_to_there(any_p
     model, total = any_prefix.model, len(any_prefix.tokens)
     rows = [1, 2, 64, 200, total - first - 1]  # pieces of one token, whole pages, and neither
     cache = any_prefix.prefill(first) if first else model.new_cache()
-    with model.keeping(rows, cache) as kept:
+    with model.watch.keeping(rows, cache) as kept:
         logits = model.forward(any_prefix.tokens[first:], cache)
     for row, states in zip(rows, kept, strict=True):
         any_prefix.check_states(states, any_prefix.states(first + row), STATE_BOUND)
     whole = any_prefix.prefill(first) if first else model.new_cache()
     wanted = model.forward(any_prefix.tokens[first:], whole)
     assert relative_max(logits, wanted) <= LOGITS_BOUND
-    any_prefix.check_states(model.states(cache), model.states(whole), STATE_BOUND)
+    any_prefix.check_states(cache.states(), whole.states(), STATE_BOUND)
 
 
 def test_states_are_kept_of_one_threads_forward_alone_and_no_hook_stays(prefix):
@@ -306,13 +308,13 @@ def test_states_are_kept_of_one_threads_forward_alone_and_no_hook_stays(prefix):
     def other():
         return prefix.logits(prefix.prefill(10), 10)
 
-    with ThreadPoolExecutor(1) as thread, model.keeping([5], cache) as kept:
+    with ThreadPoolExecutor(1) as thread, model.watch.keeping([5], cache) as kept:
         assert torch.equal(thread.submit(other).result(), wanted)
         assert kept == [{}]
         model.forward(prefix.tokens, cache)
     prefix.check_states(kept[0], prefix.states(5), STATE_BOUND)
     assert torch.equal(other(), wanted)
-    with model.keeping([], cache) as none:
+    with model.watch.keeping([], cache) as none:
         prefix.logits(cache, 0)
     assert none == []
 
@@ -328,7 +330,11 @@ def test_forwards_of_other_threads_are_neither_captured_nor_made_to_wait(prefix)
     def fail(layer):
         raise TimeoutError(f"layer {layer}")
 
-    with ThreadPoolExecutor(1) as thread, model.capture() as hidden, model.waiting(fail):
+    with (
+        ThreadPoolExecutor(1) as thread,
+        model.watch.capture() as hidden,
+        model.watch.waiting(fail),
+    ):
         thread.submit(other).result()
         with pytest.raises(ValueError, match="no rows of source 3"):
             hidden.rows(3)
@@ -341,8 +347,8 @@ def test_states_are_copies_both_ways(prefix):
     states = prefix.states(65)
     kept = {layer: (x.conv.clone(), x.recurrent.clone()) for layer, x in states.items()}
     cache = prefix.with_kv(65)
-    model.set_states(cache, states)
-    read = model.states(cache)
+    cache.set_states(states)
+    read = cache.states()
     model.forward(prefix.tokens[65:66], cache)
     for layer, (conv, recurrent) in kept.items():
         for state in (states[layer], read[layer]):
@@ -352,8 +358,8 @@ def test_states_are_copies_both_ways(prefix):
 
 def test_states_can_replace_states(prefix):
     cache = prefix.prefill(130)
-    prefix.model.set_states(cache, prefix.states(65))
-    prefix.check_states(prefix.model.states(cache), prefix.states(65), 0.0)
+    cache.set_states(prefix.states(65))
+    prefix.check_states(cache.states(), prefix.states(65), 0.0)
 
 
 def test_replay_does_not_change_the_states_it_starts_from(prefix):
@@ -368,11 +374,12 @@ def test_replay_does_not_change_the_states_it_starts_from(prefix):
 def test_it_names_the_layers_and_shapes(prefix):
     model = prefix.model
     assert model.groups == (ReplayGroup(None, (0, 1, 2)), ReplayGroup(3, (4, 5, 6)))
-    assert (model.fa_layers, model.hidden_sources) == ((3, 7), (3,))
-    assert model.linear_layers == (0, 1, 2, 4, 5, 6)
-    assert (model.key_heads, model.value_heads, model.key_dim, model.value_dim) == (2, 4, 16, 24)
-    assert (model.kv_heads, model.kv_head_dim, model.hidden_size) == (2, 32, 64)
-    assert (model.conv_width, model.dtype, model.device.type) == (3, torch.float32, "cpu")
+    dims = model.dims
+    assert (dims.fa_layers, dims.hidden_sources) == ((3, 7), (3,))
+    assert dims.linear_layers == (0, 1, 2, 4, 5, 6)
+    assert (dims.key_heads, dims.value_heads, dims.key_dim, dims.value_dim) == (2, 4, 16, 24)
+    assert (dims.kv_heads, dims.kv_head_dim, dims.hidden_size) == (2, 32, 64)
+    assert (dims.conv_width, dims.dtype, dims.device.type) == (3, torch.float32, "cpu")
 
 
 def test_states_are_k_first_and_fp32_in_bf16_too(bf16_prefix):
@@ -401,7 +408,7 @@ def test_the_cache_goes_by_the_name_the_model_has_for_it(prefix, name):
     view = HybridModel(model)
     cache = view.new_cache()
     view.forward(prefix.tokens[:5], cache)
-    assert cache.get_seq_length() == 5
+    assert cache.tokens == 5
 
 
 # Refusals
@@ -446,7 +453,7 @@ def test_states_without_kv_are_refused(prefix):
 
 def test_kv_of_unequal_lengths_is_refused(prefix):
     cache = prefix.hit(65)
-    prefix.model.install_kv(cache, 7, *(x[:, :64] for x in prefix.kv[7]))
+    cache.install_kv(7, *(x[:, :64] for x in prefix.kv[7]))
     with pytest.raises(ValueError, match=r"FA layers hold \{3: 65, 7: 64\} tokens"):
         prefix.logits(cache, 65)
 
@@ -485,40 +492,40 @@ def test_wrong_rows_are_refused(prefix, rows):
 def test_wrong_kv_is_refused(prefix, keys, values, name):
     model = prefix.model
     with pytest.raises(ValueError, match=f"{name} of layer 3: got"):
-        model.install_kv(model.new_cache(), 3, torch.zeros(keys), torch.zeros(values))
+        model.new_cache().install_kv(3, torch.zeros(keys), torch.zeros(values))
 
 
 def test_kv_of_another_dtype_is_refused(prefix):
     keys, values = (x.bfloat16() for x in prefix.kv[3])
     with pytest.raises(ValueError, match=r"keys of layer 3: got .* torch.bfloat16 on cpu, wanted"):
-        prefix.model.install_kv(prefix.model.new_cache(), 3, keys, values)
+        prefix.model.new_cache().install_kv(3, keys, values)
 
 
 def test_a_wrong_state_is_refused_before_any_is_written(prefix):
-    model, cache, states = prefix.model, prefix.model.new_cache(), prefix.states(5)
+    cache, states = prefix.model.new_cache(), prefix.states(5)
     v_first = replace(states[6], recurrent=states[6].recurrent.mT.contiguous())
     with pytest.raises(ValueError, match=r"recurrent state of layer 6: got \[4, 24, 16\]"):
-        model.set_states(cache, {**states, 6: v_first})
+        cache.set_states({**states, 6: v_first})
     four_columns = replace(states[6], conv=torch.zeros(160, 4))
     with pytest.raises(ValueError, match=r"conv state of layer 6: got \[160, 4\]"):
-        model.set_states(cache, {**states, 6: four_columns})
-    assert not cache.has_previous_state(0)
+        cache.set_states({**states, 6: four_columns})
+    assert not cache.has_state(0)
 
 
 def test_layers_of_the_wrong_kind_are_refused(prefix):
-    model, cache = prefix.model, prefix.prefill(5)
+    cache = prefix.prefill(5)
     with pytest.raises(ValueError, match="layer 4 is no FA layer"):
-        model.kv(cache, 4)
+        cache.kv(4)
     with pytest.raises(ValueError, match="layer 3 is no linear layer"):
-        model.set_states(cache, {3: prefix.states(5)[4]})
+        cache.set_states({3: prefix.states(5)[4]})
 
 
 def test_what_is_empty_cannot_be_read(prefix):
     model = prefix.model
     with pytest.raises(ValueError, match="linear layer 0 has no state"):
-        model.states(model.new_cache())
+        model.new_cache().states()
     with pytest.raises(ValueError, match="FA layer 3 holds no tokens"):
-        model.kv(model.new_cache(), 3)
+        model.new_cache().kv(3)
 
 
 def test_replay_refuses_a_start_that_is_not_clear(prefix):
@@ -530,7 +537,7 @@ def test_replay_refuses_a_start_that_is_not_clear(prefix):
     cache = model.new_cache()
     with pytest.raises(ValueError, match="wanted 5 as well"):
         model.replay_group(group, rows, cache, states)
-    assert not cache.has_previous_state(4)
+    assert not cache.has_state(4)
     with pytest.raises(ValueError, match="is not of this model"):
         model.replay_group(ReplayGroup(3, (4, 5)), rows, cache)
 
@@ -573,17 +580,17 @@ def test_fla_is_left_alone_without_triton(modules, monkeypatch):
 @pytest.mark.parametrize("k", [1, 8, 60])
 def test_a_state_that_is_dropped_shrinks_at_least_as_the_trace_says(any_prefix, k):
     m, model = 250, any_prefix.model
-    with model.trace() as trace:
+    with model.watch.trace() as trace:
         any_prefix.prefill(m)
     shrunk = (trace.total()[m] - trace.total()[m - k]).exp()
     before, after = any_prefix.states(m - k), any_prefix.states(m)
     for group, places in zip(model.groups, model.group_places, strict=True):
         lost = {layer: replace(s, recurrent=s.recurrent * 0) for layer, s in before.items()}
         cache = model.new_cache()
-        model.set_states(cache, lost)
+        cache.set_states(lost)
         model.replay_group(group, any_prefix.rows(group, m - k, m), cache, lost)
         layer = group.linear_layers[0]  # later ones have wrong inputs besides
-        got = model.states(cache)[layer].recurrent - after[layer].recurrent
+        got = cache.states()[layer].recurrent - after[layer].recurrent
         error, norm = (x.flatten(1).norm(dim=-1) for x in (got, before[layer].recurrent))
         bound = shrunk[places[0]] * norm
         assert (error <= 1.001 * bound + 1e-5).all()
@@ -593,9 +600,9 @@ def test_a_state_that_is_dropped_shrinks_at_least_as_the_trace_says(any_prefix, 
 
 def test_a_trace_goes_on_from_chunk_to_chunk_and_hears_no_other_thread(any_prefix):
     model = any_prefix.model
-    with model.trace() as whole:
+    with model.watch.trace() as whole:
         any_prefix.prefill(200)
-    with model.trace() as parts, ThreadPoolExecutor(1) as other:
+    with model.watch.trace() as parts, ThreadPoolExecutor(1) as other:
         any_prefix.prefill(200, chunk=77)
         other.submit(any_prefix.prefill, 50).result()
     assert whole.end == parts.end == 200
@@ -604,9 +611,9 @@ def test_a_trace_goes_on_from_chunk_to_chunk_and_hears_no_other_thread(any_prefi
 
 def test_norms_are_noted_of_states_that_are_there(prefix):
     model, cache = prefix.model, prefix.prefill(40)
-    with model.trace(40) as trace:
-        model.note_states(trace, 40, cache)
+    with model.watch.trace(40) as trace:
+        cache.note_states(trace, 40)
         with pytest.raises(ValueError, match="no state"):
-            model.note_states(trace, 41, model.new_cache())
+            model.new_cache().note_states(trace, 41)
     wanted = [state.recurrent.flatten(1).norm(dim=-1) for state in prefix.states(40).values()]
     torch.testing.assert_close(trace.norms(torch.tensor([40]))[0], torch.stack(wanted))

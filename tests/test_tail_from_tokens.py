@@ -10,7 +10,6 @@ from tiny_models import FAMILIES, random_tokens, relative_l2, relative_max
 from tailreplay.connector.client import StoreClient
 from tailreplay.connector.hf import HybridEngine
 from tailreplay.connector.hf_model import HybridModel
-from tailreplay.connector.hf_views import as_of
 from tailreplay.store import serve_in_thread
 from tailreplay.store.objects import Kind
 
@@ -27,20 +26,20 @@ def test_from_exact_states_tokens_give_exact_states_and_keep_the_stored_kv(famil
     view.forward(tokens, whole)
     view.forward(tokens[:100], cut)
     logits = view.forward(tokens[100:], cut)
-    kept = {layer: view.kv(whole, layer)[0].clone() for layer in view.fa_layers}
+    kept = {layer: whole.kv(layer)[0].clone() for layer in view.dims.fa_layers}
     earlier = view.new_cache()
     view.forward(tokens[:100], earlier)
-    view.set_states(whole, view.states(earlier))
-    served = as_of(whole, 100)
+    whole.set_states(earlier.states())
+    served = whole.as_of(100)
     for part in tokens[100:].split(step):
         again = view.forward(part, served)
     assert relative_max(again, logits) <= 1e-5
-    wanted, found = view.states(cut), view.states(whole)
-    for layer in view.linear_layers:
+    wanted, found = cut.states(), whole.states()
+    for layer in view.dims.linear_layers:
         assert relative_l2(found[layer].recurrent, wanted[layer].recurrent) <= 1e-5
         assert relative_l2(found[layer].conv, wanted[layer].conv) <= 1e-5
-    for layer in view.fa_layers:
-        assert torch.equal(view.kv(whole, layer)[0], kept[layer])
+    for layer in view.dims.fa_layers:
+        assert torch.equal(whole.kv(layer)[0], kept[layer])
 
 
 class Stateless(StoreClient):

@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from decay import draw_decay
 
-from tailreplay.connector.hf_model import guard_triton
+from tailreplay.connector.triton_guard import guard_triton
 
 guard_triton()
 

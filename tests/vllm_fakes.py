@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from tailreplay.connector.client import StoreClient
+from tailreplay.connector.model_dims import ModelDims
 from tailreplay.connector.payload import PayloadCodec
 from tailreplay.connector.vllm_keep import Keeper
 from tailreplay.connector.vllm_meta import KeepBegin
-from tailreplay.connector.vllm_model import ModelDims
 from tailreplay.connector.vllm_scheduler import SchedulerSide
 from tailreplay.store.objects import Kind
 from tailreplay.store.tokens import extended_tokens

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from decay import draw_decay
 
-from tailreplay.connector.hf_model import guard_triton
+from tailreplay.connector.triton_guard import guard_triton
 
 guard_triton()
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.model
 def test_what_is_stored_is_geometry_times_tokens(store, engine):
     before = tier_bytes(store)
     ask(engine, prompt(600))
-    geometry = PayloadCodec(HybridModel(tiny_qwen())).geometry
+    geometry = PayloadCodec(HybridModel(tiny_qwen()).dims).geometry
     rows = {Kind.KV: [256, 256, 88], Kind.HIDDEN: [64] * 9 + [24], Kind.CHECKPOINT: [1]}
     grown = {kind: size - before.get(kind, 0) for kind, size in tier_bytes(store).items()}
     assert grown == {

@@ -49,7 +49,7 @@ def test_frames_say_their_position_and_another_one_is_refused(store, engine, kin
     def load():
         load = Load(
             [wanted],
-            PayloadCodec(HybridModel(tiny_qwen())).geometry,
+            PayloadCodec(HybridModel(tiny_qwen()).dims).geometry,
             PrefixChain(engine.namespace, ids),
             stall_timeout_s=WAIT_S,
             on_event=lambda name, _: None,
