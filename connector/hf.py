@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,44 +14,38 @@ import torch
 from tailreplay.connector import hf_weights
 from tailreplay.connector.calibration import Calibration
 from tailreplay.connector.client import NotAsked, StoreClient, default_address
-from tailreplay.connector.device_load import DeviceLoad
 from tailreplay.connector.device_pool import DevicePool
 from tailreplay.connector.fetch_plan import FetchPlan, ModelShape
 from tailreplay.connector.hf_families import UnsupportedModel
-from tailreplay.connector.hf_keep import keep_on_device
+from tailreplay.connector.hf_loads import Loads
 from tailreplay.connector.hf_model import HybridModel
-from tailreplay.connector.hf_outgoing import Outgoing
-from tailreplay.connector.hf_run import Prefilled, PromptRun
+from tailreplay.connector.hf_request import Outcome, Request
+from tailreplay.connector.hf_run import PromptRun
+from tailreplay.connector.hf_write_back import Parts, WriteBack
 from tailreplay.connector.identity import model_semantics
-from tailreplay.connector.load import Load, LoadFailed
+from tailreplay.connector.load import LoadFailed
 from tailreplay.connector.payload import PayloadCodec
-from tailreplay.connector.plan import plan_fetch, plan_repair
+from tailreplay.connector.plan import plan_fetch
 from tailreplay.connector.policy import CachePolicy
 from tailreplay.connector.report import Report
 from tailreplay.connector.stored import NOTHING, StoredPrefix, stored_prefix
 from tailreplay.connector.triton_guard import guard_triton
-from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.chain import PrefixChain
-from tailreplay.store.errors import InvalidRequest, StoreUnavailable, TailReplayError
+from tailreplay.store.errors import InvalidRequest, TailReplayError
 from tailreplay.store.namespace import NamespaceFields, tenant_digest
-from tailreplay.store.objects import Kind
 from tailreplay.store.tokens import extended_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from types import TracebackType
 
     from torch import Tensor
 
-    from tailreplay.replay.linear_state import LinearState
     from tailreplay.store.tokens import ExtendedTokens
 
 __all__ = ["CachePolicy", "Generation", "HybridEngine", "UnsupportedModel", "guard_triton"]
 
 logger = logging.getLogger(__name__)
-
-_LOAD_TIMEOUT_S = 120.0
-_MAX_WRITE_BACKLOG = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,18 +120,28 @@ class HybridEngine:
             tenant_salt=tenant,
             kv_dtype=str(dims.dtype),
         ).digest()
-        self._tenant = tenant_digest(tenant)
         self._device_pool = (
             DevicePool(torch.empty(pool_bytes, dtype=torch.uint8, device=dims.device))
             if (pool_bytes := self.policy.device_pool_bytes)
             else None
         )
         self.calibration = Calibration()
+        self._loads = Loads(self._client, self._codec, self._device_pool)
         self._busy = threading.Lock()
-        self._putter = ThreadPoolExecutor(1, thread_name_prefix="tailreplay-put")
-        # Guarded by _busy: whether it is closed, and write-backs that have not ended.
+        # Guarded by _busy: whether it is closed, and what is to be stored.
         self._closed = False
-        self._puts: set[Future[None]] = set()
+        self._write_back = WriteBack(
+            Parts(
+                client=self._client,
+                tenant=tenant_digest(tenant),
+                model=self._model,
+                codec=self._codec,
+                shape=self._shape,
+                loads=self._loads,
+                device_pool=self._device_pool,
+                calibration=self.calibration,
+            )
+        )
         self._client.connect(self.policy.match_timeout_s)
         logger.info(
             "prefixes are reused at any token; states are kept every %d tokens, gaps of up to %d "
@@ -187,14 +189,14 @@ class HybridEngine:
     def flush(self, timeout_s: float = 60.0) -> bool:
         """Waits until earlier prompts are stored; False when that takes too long."""
         with self._busy:
-            waiting = set(self._puts)
+            waiting = self._write_back.pending()
         return not wait_for(waiting, timeout_s).not_done
 
     def close(self) -> None:
         """Lets write-backs end, then gives threads and connection back."""
         with self._busy:
             self._closed = True
-        self._putter.shutdown(wait=True)
+        self._write_back.close()
         if self._owns_client:
             self._client.close()
 
@@ -202,32 +204,32 @@ class HybridEngine:
         self, tokens: ExtendedTokens, max_new_tokens: int, policy: CachePolicy
     ) -> Generation:
         report = Report(secrets.token_hex(8), len(tokens))
-        prompt = _Prompt(tokens, PrefixChain(self.namespace, tokens), policy, report)
+        request = Request(tokens, PrefixChain(self.namespace, tokens), policy, report)
         ids = torch.as_tensor(tokens.astype("int64"), device=self._model.dims.device)
         run = PromptRun(self._model, self._codec, ids, policy.prefill_chunk_tokens, report)
-        stored = self._match(prompt)
-        policy = prompt.policy
+        stored = self._match(request)
+        policy = request.policy
         budget = self.calibration.budget(policy.error_budget)
         within = policy.model_copy(update={"error_budget": budget})
         plan = plan_fetch(stored, len(tokens), within, self._shape)
         report.planned(plan)
-        outcome = self._run(run, plan, stored, prompt)
+        outcome = self._run(run, plan, stored, request)
         report.first_token(outcome.load.bytes_by_tier() if outcome.load is not None else {})
         if policy.mode != "off":
-            self._put_later(run, outcome, prompt)
+            self._write_back.put(run, outcome, request)
         generated = run.decode(outcome.done, max_new_tokens)
         if outcome.done.approximate is not None and policy.exact_repair:
-            self._repair_later(outcome, prompt)
+            self._write_back.repair(outcome, request)
         return Generation(generated, outcome.done.logits, report.as_dict())
 
-    def _match(self, prompt: _Prompt) -> StoredPrefix:
-        report = prompt.report
-        if prompt.policy.mode == "off":
+    def _match(self, request: Request) -> StoredPrefix:
+        report = request.report
+        if request.policy.mode == "off":
             return NOTHING
         try:
             with report.phase("match"):
                 answer = self._client.match(
-                    self.namespace, prompt.tokens, timeout_s=prompt.policy.match_timeout_s
+                    self.namespace, request.tokens, timeout_s=request.policy.match_timeout_s
                 )
         except TailReplayError as error:
             logger.debug("%s: prefill instead: %s", type(error).__name__, error)
@@ -237,132 +239,30 @@ class HybridEngine:
             return NOTHING
         report.round_trip()
         report.event("matched")
-        prompt.policy = prompt.policy.with_default_mode(answer.default_mode)
+        request.policy = request.policy.with_default_mode(answer.default_mode)
         return stored_prefix(answer)
 
     def _run(
-        self, run: PromptRun, plan: FetchPlan, stored: StoredPrefix, prompt: _Prompt
-    ) -> _Outcome:
+        self, run: PromptRun, plan: FetchPlan, stored: StoredPrefix, request: Request
+    ) -> Outcome:
         """The prompt's prefill by its plan; a plain one if nothing is to be loaded, or if it fails.
 
         What did not come is put again, so nothing counts as stored after a failure.
         """
         if not plan.ranges:
-            is_off = prompt.policy.mode == "off"
+            is_off = request.policy.mode == "off"
             done = run.plain() if is_off else run.cold(keep=plan.matched_tokens)
-            return _Outcome(done, plan, stored, None)
-        load = self._load(plan, prompt)
+            return Outcome(done, plan, stored, None)
+        load = self._loads.of(plan, request)
         try:
-            if load.ranges:
-                self._start(load, stored)
-                prompt.report.round_trip()
-            return _Outcome(run.hit(plan, load), plan, stored, load)
+            self._loads.start(load, stored, request)
+            return Outcome(run.hit(plan, load), plan, stored, load)
         except LoadFailed as failure:
             load.cancel()
             logger.debug("a load failed, prefill instead: %s", failure)
-            prompt.report.missed(failure.reason)
+            request.report.missed(failure.reason)
         cold = run.cold(keep=plan.matched_tokens)
-        return _Outcome(cold, FetchPlan("miss", True, 0), NOTHING, None)
-
-    def _load(self, plan: FetchPlan, prompt: _Prompt) -> Load | DeviceLoad:
-        make: Callable[..., Load | DeviceLoad] = Load
-        if self._device_pool is not None:
-            make = partial(DeviceLoad, pool=self._device_pool)
-        return make(
-            plan.ranges,
-            self._codec.geometry,
-            prompt.chain,
-            stall_timeout_s=prompt.policy.stall_timeout_s,
-            on_event=lambda name, wanted: prompt.report.event(_event_name(name, wanted)),
-        )
-
-    def _start(self, load: Load | DeviceLoad, stored: StoredPrefix) -> None:
-        try:
-            stream = self._client.fetch(
-                self.namespace, stored.leaf, load.ranges, timeout_s=_LOAD_TIMEOUT_S
-            )
-        except StoreUnavailable as error:
-            raise LoadFailed("store_down", str(error)) from error
-        threading.Thread(
-            target=load.run, args=(stream,), name="tailreplay-load", daemon=True
-        ).start()
-
-    def _put_later(self, run: PromptRun, outcome: _Outcome, prompt: _Prompt) -> None:
-        """Hands a prompt to the write-back thread; only exact numbers are stored."""
-        self._puts = {put for put in self._puts if not put.done()}
-        if not outcome.plan.exact:
-            prompt.report.event("not_stored:provenance")
-        elif len(self._puts) >= _MAX_WRITE_BACKLOG:
-            prompt.report.event("not_stored:write_backlog")
-        else:
-            self._submit(self._put, run, outcome, prompt)
-
-    def _submit(self, work: Callable[..., None], *what: object) -> None:
-        put = self._putter.submit(work, *what)
-        put.add_done_callback(_log_crash)
-        self._puts.add(put)
-
-    def _put(self, run: PromptRun, outcome: _Outcome, prompt: _Prompt) -> None:
-        """Stores what the store lacks of a prompt; a failure is logged and nothing else."""
-        done, load = outcome.done, outcome.load
-        try:
-            if load is not None:
-                done = run.hidden_with_loaded(done, outcome.plan, load)
-        except LoadFailed as failure:
-            logger.debug("a page stays unstored: %s", failure)
-        if self._device_pool is not None:
-            keep_on_device(self._device_pool, self._codec, prompt.chain, done)
-        objects = self._outgoing(prompt).missing(done, outcome.stored, len(prompt.tokens))
-        timeout_s = prompt.policy.put_timeout_s
-        try:
-            self._client.put(
-                self.namespace, prompt.tokens, objects, timeout_s=timeout_s, tenant=self._tenant
-            )
-        except StoreUnavailable as error:
-            logger.debug("a prompt was not stored: %s", error)
-        except TailReplayError as error:
-            logger.warning("the store refused a prompt: %s", error)
-
-    def _repair_later(self, outcome: _Outcome, prompt: _Prompt) -> None:
-        """Hands an approximate hit to the write-back thread, if that has nothing better to do."""
-        self._puts = {put for put in self._puts if not put.done()}
-        plan = plan_repair(outcome.stored, outcome.plan.used_tokens, self._shape)
-        if plan is not None and not self._puts:
-            own = replace(prompt, report=Report(secrets.token_hex(8), len(prompt.tokens)))
-            self._submit(self._repair, plan, outcome, own)
-
-    def _repair(self, plan: FetchPlan, outcome: _Outcome, prompt: _Prompt) -> None:
-        """Rebuilds the state at a tail's boundary exactly, stores it, and notes the tail's error.
-
-        The next request there starts from it; a failure is logged and nothing else.
-        """
-        ids = torch.as_tensor(prompt.tokens.astype("int64"), device=self._model.dims.device)
-        step = prompt.policy.prefill_chunk_tokens
-        run = PromptRun(self._model, self._codec, ids, step, prompt.report)
-        load, m = self._load(plan, prompt), plan.used_tokens
-        try:
-            if load.ranges:
-                self._start(load, outcome.stored)
-            states = run.rebuild(plan, load, outcome.done.kv)
-            state = self._outgoing(prompt).checkpoint(states, m)
-            self._client.put(
-                self.namespace,
-                prompt.tokens[:m],
-                [state],
-                timeout_s=prompt.policy.put_timeout_s,
-                tenant=self._tenant,
-            )
-        except (LoadFailed, TailReplayError) as failure:
-            load.cancel()
-            logger.debug("a state was not repaired: %s", failure)
-            return
-        error = _largest_error(outcome.done.approximate or states, states)
-        logger.debug("a tail that ends at token %d was off by %.3g", m, error)
-        if outcome.plan.budget is not None:
-            self.calibration.observe(outcome.plan.budget, error)
-
-    def _outgoing(self, prompt: _Prompt) -> Outgoing:
-        return Outgoing(self.namespace, prompt.chain, self._model, self._codec)
+        return Outcome(cold, FetchPlan("miss", True, 0), NOTHING, None)
 
     def _checked(self, token_ids: Sequence[int], max_new_tokens: int) -> ExtendedTokens:
         tokens = extended_tokens(token_ids)
@@ -380,46 +280,6 @@ class HybridEngine:
                 f"token id {int(tokens.max())} is unknown, wanted below {config.vocab_size}"
             )
         return tokens
-
-
-@dataclass(slots=True)
-class _Prompt:
-    """A request's prompt and what goes with it everywhere.
-
-    The policy's mode is the store's once that has answered, if nobody else has said one.
-    """
-
-    tokens: ExtendedTokens
-    chain: PrefixChain
-    policy: CachePolicy
-    report: Report
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """A prompt that has run: what it left, the plan that was carried out, and its load."""
-
-    done: Prefilled
-    plan: FetchPlan
-    stored: StoredPrefix
-    load: Load | DeviceLoad | None
-
-
-def _largest_error(got: dict[int, LinearState], wanted: dict[int, LinearState]) -> float:
-    """Relative error of the layer whose recurrent state is off most."""
-    pairs = [(got[layer].recurrent, state.recurrent) for layer, state in wanted.items()]
-    return max(float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in pairs)
-
-
-def _log_crash(put: Future[None]) -> None:
-    """Says what ended a write-back that nobody foresaw; nobody asks for its result."""
-    if not put.cancelled() and (error := put.exception()) is not None:
-        logger.error("a prompt was not stored", exc_info=error)
-
-
-def _event_name(name: str, wanted: pb.Range) -> str:
-    kind = Kind(wanted.kind).name.lower()
-    return f"{name}:{kind}:{wanted.first_unit}"
 
 
 def _check_model(model: Any) -> None:  # noqa: ANN401 - whatever the caller has
