@@ -10,49 +10,33 @@ import logging
 import os
 import socket
 import ssl
-import struct
 import threading
 import time
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from google.protobuf.message import DecodeError
-
-from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.access import let_group_in
 from tailreplay.store.address import host_of, socket_path
 from tailreplay.store.auth import Role
 from tailreplay.store.errors import (
     IntegrityError,
-    InvalidRequest,
-    LimitExceeded,
     NotAuthenticated,
     StoreUnavailable,
     TailReplayError,
 )
-from tailreplay.store.lane_answer import send_error, send_places, send_rows
+from tailreplay.store.lane_answer import send_error
+from tailreplay.store.lane_requests import LaneRequests
 from tailreplay.store.lane_tickets import Tickets, client_of_socket
 from tailreplay.store.lane_wire import (
     ACCEPTED,
     HELLO,
     MAGIC,
-    MAX_REQUEST_BYTES,
-    PLACED,
-    REQUEST,
-    STAGED,
     VERSION,
-    LaneRecord,
     Pace,
-    RecordKind,
-    Request,
     hang_up,
-    has_hung_up,
     prepare,
     receive,
-    send,
 )
-from tailreplay.store.put_source import PutSource, SocketSource, StagedSource
-from tailreplay.store.staging import Staging
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -66,9 +50,6 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 1024
 _MAX_WAITING = 64
 _PAUSE_S = 0.05
-_MAX_OBJECTS = 1 << 17
-_STAGING_SHARE = 16
-_PEER_CREDENTIALS = struct.Struct("3i")
 
 
 class Lane:
@@ -103,6 +84,7 @@ class Lane:
         self._store = store
         self._max_connections = max_connections
         self._access = access
+        self._requests = LaneRequests(store)
         self._tls = None if listen.startswith("unix:") else tls
         self.tickets = Tickets(clock)
         self._closing = threading.Event()
@@ -114,7 +96,6 @@ class Lane:
         self._connections: dict[socket.socket, Principal] = {}
         self._busy: set[socket.socket] = set()
         self._draining = False
-        self._stagings: dict[socket.socket, Staging] = {}
         self._listener, self.address = _listener(listen, store.config.access_gid)
         self._threads: list[threading.Thread] = []
         self._acceptor = threading.Thread(target=self._accept, name="lane-accept", daemon=True)
@@ -194,7 +175,7 @@ class Lane:
                 head = receive(sock, 1)
                 caller = self._access.current(caller)
                 with self._at_work(sock):
-                    self._request(sock, head, caller)
+                    self._requests.serve(sock, head, caller)
         except (OSError, StoreUnavailable) as error:
             logger.debug("a lane ended: %s", error)
         except TailReplayError as error:
@@ -229,9 +210,7 @@ class Lane:
         with self._lock:
             self._waiting.pop(sock, None)
             self._connections.pop(sock, None)
-            staging = self._stagings.pop(sock, None)
-        if staging is not None:
-            staging.close()
+        self._requests.end(sock)
         sock.close()
 
     def _wrapped(self, plain: socket.socket) -> socket.socket:
@@ -287,100 +266,6 @@ class Lane:
                 )
             self._waiting.pop(sock, None)
             self._connections[sock] = caller
-
-    def _request(self, sock: socket.socket, first: bytes, caller: Principal) -> None:
-        """Serves one request; an error of the tree ends it and the connection."""
-        stall_s = self._store.leases.stall_limit_s
-        pace = Pace(stall_s)
-        head = first + receive(sock, REQUEST.size - len(first), pace)
-        kind, flags, _, size = REQUEST.unpack(head)
-        if size > MAX_REQUEST_BYTES:
-            raise InvalidRequest(f"request of {size} bytes, wanted at most {MAX_REQUEST_BYTES}")
-        data = receive(sock, size, pace)
-        sock.settimeout(stall_s)
-        try:
-            if kind == Request.FETCH:
-                placed = bool(flags & PLACED) and self._may_map(sock, caller)
-                self._fetch(sock, pb.FetchRequest.FromString(data), placed, caller)
-            elif kind == Request.PUT:
-                self._put(sock, pb.PutPlan.FromString(data), caller, bool(flags & STAGED))
-            elif kind == Request.STAGE:
-                self._stage(sock, caller)
-            else:
-                raise InvalidRequest(f"request type {kind}, wanted FETCH, PUT or STAGE")
-        except DecodeError as error:
-            raise InvalidRequest(
-                f"{Request(kind).name} is followed by no message of its own: {error}"
-            ) from None
-
-    def _may_map(self, sock: socket.socket, caller: Principal) -> bool:
-        """Whether a client may read the pool itself: by the settings, its token and its user."""
-        shared = self._store.tiers.shm_path and caller.shared_memory
-        if not shared or sock.family != socket.AF_UNIX:
-            return False
-        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-        _, user, group = _PEER_CREDENTIALS.unpack(credentials)
-        config = self._store.config
-        if group == config.access_gid:
-            return True
-        return user in (0, os.getuid(), *config.share_memory_uids)
-
-    def _fetch(
-        self, sock: socket.socket, request: pb.FetchRequest, placed: bool, caller: Principal
-    ) -> None:
-        fetch = self._store.fetch(
-            request,
-            lambda: hang_up(sock),
-            is_gone=lambda: has_hung_up(sock),
-            placed=placed,
-            caller=caller,
-        )
-        with closing(fetch) as frames:
-            if placed:
-                send_places(sock, frames, self._store.leases.stall_limit_s)
-            else:
-                send_rows(sock, frames)
-        send(sock, [LaneRecord(RecordKind.DONE).pack()])
-
-    def _stage(self, sock: socket.socket, caller: Principal) -> None:
-        """Gives a lane a staging segment, if it may map memory and there is any left for that."""
-        size = self._store.config.staging_bytes
-        most = max(size, self._store.tiers.pool_bytes // _STAGING_SHARE)
-        with self._lock:
-            used = sum(staging.size_bytes for staging in self._stagings.values())
-            may = sock not in self._stagings and size and used + size <= most
-            if may and self._may_map(sock, caller):
-                with suppress(OSError):
-                    self._stagings[sock] = Staging(size)
-            staging = self._stagings.get(sock)
-        if staging is None or not may:
-            send(sock, [LaneRecord(RecordKind.SEGMENT).pack()])
-            return
-        record = LaneRecord(RecordKind.SEGMENT, offset=staging.size_bytes).pack()
-        socket.send_fds(sock, [record], [staging.fd])
-
-    def _put(self, sock: socket.socket, plan: pb.PutPlan, caller: Principal, staged: bool) -> None:
-        if len(plan.objects) > _MAX_OBJECTS:
-            raise LimitExceeded(f"{len(plan.objects)} objects, wanted at most {_MAX_OBJECTS}")
-        source = self._source(sock, staged)
-        with self._store.open_put(plan.begin, caller) as session:
-            wanted = bytes(session.claim(item) for item in plan.objects)
-            send(sock, [LaneRecord(RecordKind.WANTED, offset=len(wanted)).pack(), wanted])
-            due = [item for item, claimed in zip(plan.objects, wanted, strict=True) if claimed]
-            session.store(due, source)
-            answer = session.response.SerializeToString()
-        sock.settimeout(self._store.leases.stall_limit_s)
-        send(sock, [LaneRecord(RecordKind.DONE, offset=len(answer)).pack(), answer])
-
-    def _source(self, sock: socket.socket, staged: bool) -> PutSource:
-        pace = Pace(self._store.config.put_stall_limit_s)
-        if not staged:
-            return SocketSource(sock, pace)
-        with self._lock:
-            staging = self._stagings.get(sock)
-        if staging is None:
-            raise InvalidRequest("a staged put on a lane that has no staging segment")
-        return StagedSource(sock, pace, staging)
 
 
 def _listener(listen: str, access_gid: int | None) -> tuple[socket.socket, str]:

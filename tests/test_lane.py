@@ -19,7 +19,7 @@ from tailreplay.connector.lane_stream import LaneStream
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
 from tailreplay.store.errors import IntegrityError, InvalidRequest, LimitExceeded, StoreUnavailable
-from tailreplay.store.lane import Lane
+from tailreplay.store.lane_requests import LaneRequests
 from tailreplay.store.lane_wire import (
     HELLO,
     MAGIC,
@@ -91,7 +91,7 @@ def test_placed_rows_are_not_sent_and_sent_rows_are_not_placed(address):
 
 def test_a_reader_that_may_not_map_the_pool_gets_its_rows_sent(monkeypatch):
     """Though it has mapped it: the store alone says who may."""
-    monkeypatch.setattr(Lane, "_may_map", lambda *_: False)
+    monkeypatch.setattr(LaneRequests, "_may_map", lambda *_: False)
     with (
         tempfile.TemporaryDirectory(prefix="tailreplay-") as folder,
         serving(f"unix://{folder}/store.sock") as (_, client),

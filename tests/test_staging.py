@@ -57,7 +57,7 @@ def test_objects_come_as_they_were_put_whatever_fits(server, client, prefix):
     assert (answer.stored, answer.dropped) == (len(prefix.spans()), 0)
     assert whole(client, prefix)
     size = server.store.config.staging_bytes
-    assert len(server._lane._stagings) == bool(size)
+    assert len(server._lane._requests._stagings) == bool(size)
     again = put(client, prefix)
     assert (again.stored, again.duplicates) == (0, len(prefix.spans()))
 
@@ -162,7 +162,7 @@ def test_a_place_outside_the_segment_ends_the_lane_alone(prefix):
             with pytest.raises(InvalidRequest, match="staging segment"):
                 lane.record()
             lane.close()
-            until(lambda: not server._lane._stagings)
+            until(lambda: not server._lane._requests._stagings)
         assert put(client, prefix).stored == len(prefix.spans())
 
 
@@ -180,12 +180,12 @@ def test_segments_have_their_share_of_the_pool_and_go_with_their_lanes():
         clients = [StoreClient(server.address, match_timeout_s=WAIT_S) for _ in range(4)]
         for client in clients:
             put(client, Prefix(os.urandom(32), range(1, 300)))
-        assert len(server._lane._stagings) == 2
+        assert len(server._lane._requests._stagings) == 2
         clients[0].close()
-        until(lambda: len(server._lane._stagings) < 2)
+        until(lambda: len(server._lane._requests._stagings) < 2)
         late = StoreClient(server.address, match_timeout_s=WAIT_S)
         put(late, Prefix(os.urandom(32), range(1, 300)))
-        assert len(server._lane._stagings) == 2
+        assert len(server._lane._requests._stagings) == 2
         for client in [*clients[1:], late]:
             client.close()
 
