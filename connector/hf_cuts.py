@@ -2,7 +2,8 @@
 
 A forward of its own for the few tokens behind a cut reads every weight of the model for them. What
 a state needs is less: that the linear layers' attention stops there. Hooks do that, which call the
-module again for each further piece.
+module again for each further piece. Its output projection, which takes each row by itself, runs
+once: the pieces are put together in front of it.
 """
 
 from __future__ import annotations
@@ -23,12 +24,16 @@ if TYPE_CHECKING:
 
 @contextmanager
 def in_pieces(
-    attentions: Mapping[int, torch.nn.Module], rows: Sequence[int], between: Callable[[int], None]
+    attentions: Mapping[int, torch.nn.Module],
+    output: str,
+    rows: Sequence[int],
+    between: Callable[[int], None],
 ) -> Iterator[None]:
     """Runs modules of linear attention in pieces, in this thread's forwards inside, without batch.
 
     Args:
         attentions: by layer; called by Transformers with `hidden_states` `[1, T, D]` and a cache.
+        output: names the module in each of them that is called last, with rows of the sequence.
         rows: where they are cut, ascending, each 1 to T - 1.
         between: called with the layer at each cut, when the cache has the state there.
     """
@@ -37,6 +42,8 @@ def in_pieces(
             cut = _Cut(layer, rows, between)
             hooks.enter_context(attention.register_forward_pre_hook(cut.before, with_kwargs=True))
             hooks.enter_context(attention.register_forward_hook(cut.after, with_kwargs=True))
+            projection = getattr(attention, output)
+            hooks.enter_context(projection.register_forward_pre_hook(cut.before_output))
         yield
 
 
@@ -46,8 +53,9 @@ class _Cut:
     def __init__(self, layer: int, rows: Sequence[int], between: Callable[[int], None]) -> None:
         self._layer, self._rows, self._between = layer, rows, between
         self._owner = threading.get_ident()
-        # Set by `before`, for `after`: all rows of the forward that is on.
+        # Of the forward that is on: all its rows, and what its pieces gave so far.
         self._whole: Tensor | None = None
+        self._pieces: list[Tensor] = []
 
     def before(
         self, _module: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any]
@@ -68,14 +76,23 @@ class _Cut:
         given: dict[str, Any],
         out: Tensor,
     ) -> Tensor | None:
-        """Runs the other pieces, and puts what came out of all of them together."""
+        """Runs the other pieces; the last puts out the rows of all of them."""
         if threading.get_ident() != self._owner:
             return None
         whole, self._whole = self._whole, None
         assert whole is not None, "a forward ends that has not begun"
-        pieces = [out]
         for start, end in itertools.pairwise([*self._rows, whole.shape[1]]):
             self._between(self._layer)
             # Not by a call, which would run the hooks again.
-            pieces.append(module.forward(*args, **given | {"hidden_states": whole[:, start:end]}))
-        return torch.cat(pieces, dim=1)
+            out = module.forward(*args, **given | {"hidden_states": whole[:, start:end]})
+        return out
+
+    def before_output(self, _module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any] | None:
+        """Projects nothing until the last piece, then the rows of all."""
+        if threading.get_ident() != self._owner:
+            return None
+        self._pieces.append(args[0])
+        if len(self._pieces) <= len(self._rows):
+            return (args[0][:, :0],)
+        pieces, self._pieces = self._pieces, []
+        return (torch.cat(pieces, dim=1),)

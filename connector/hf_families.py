@@ -27,12 +27,16 @@ class Family:
     Attributes:
         projections: modules of a Gated DeltaNet whose weights `state_weights` reads.
         state_weights: gives the weights of a Gated DeltaNet that its state depends on.
-        decay_weight: gives the projection `[HV, D]` to its decay.
+        decay: names its module that projects rows to the decay.
+        output: names its module that projects to the layer's rows, with which it ends.
+        decay_rows: gives the part `[T, HV]` that is the decay's of what `decay` puts out, `[T, .]`.
     """
 
     projections: Sequence[str]
     state_weights: Callable[[Any], StateWeights]
-    decay_weight: Callable[[Any], Tensor]
+    decay: str
+    output: str
+    decay_rows: Callable[[Any, Tensor], Tensor] = lambda _attention, rows: rows
 
     def check(self, attention: Any) -> None:  # noqa: ANN401 - a Gated DeltaNet module
         """Make sure that the weights say all of what the module does.
@@ -106,21 +110,24 @@ def _weights(
     )
 
 
-def _qwen3_next_decay(attention: Any) -> Tensor:  # noqa: ANN401 - a Gated DeltaNet module
+def _qwen3_next_decay(attention: Any, rows: Tensor) -> Tensor:  # noqa: ANN401 - as above
     per_key = attention.num_v_heads // attention.num_k_heads
-    ba: Tensor = attention.in_proj_ba.weight.unflatten(0, (attention.num_k_heads, -1))
-    return ba[:, per_key:].flatten(0, 1)
+    ba = rows.reshape(len(rows), attention.num_k_heads, -1)
+    return ba[..., per_key:].flatten(1)
 
 
 FAMILIES = {
     "qwen3_5_text": Family(
-        ("in_proj_qkv", "in_proj_a", "in_proj_b"), _qwen3_5, lambda gdn: gdn.in_proj_a.weight
+        ("in_proj_qkv", "in_proj_a", "in_proj_b"), _qwen3_5, "in_proj_a", "out_proj"
     ),
-    "qwen3_next": Family(("in_proj_qkvz", "in_proj_ba"), _qwen3_next, _qwen3_next_decay),
+    "qwen3_next": Family(
+        ("in_proj_qkvz", "in_proj_ba"), _qwen3_next, "in_proj_ba", "out_proj", _qwen3_next_decay
+    ),
     "olmo_hybrid": Family(
         ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj"),
         _olmo_hybrid,
-        lambda gdn: gdn.a_proj.weight,
+        "a_proj",
+        "o_proj",
     ),
 }
 """By `config.model_type`: the families that are known to work."""

@@ -75,17 +75,18 @@ class Watch:
 
         def note(layer: int) -> Callable[..., None]:
             gdn = self._layers[layer].linear_attn
-            a = self._family.decay_weight(gdn)
-            return _in_this_thread(
-                lambda _module, _args, out: trace.add(
-                    layer, log_decay(out[0], a, gdn.A_log, gdn.dt_bias)
-                )
-            )
+
+            def hook(_module: torch.nn.Module, _args: tuple[Any, ...], out: Tensor) -> None:
+                a = self._family.decay_rows(gdn, out[0])
+                trace.add(layer, log_decay(a, gdn.A_log, gdn.dt_bias))
+
+            return _in_this_thread(hook)
 
         with ExitStack() as hooks, torch.no_grad():
             for layer in self._dims.linear_layers:
-                norm = self._layers[layer].input_layernorm
-                hooks.enter_context(norm.register_forward_hook(note(layer)))
+                # What the layer itself works out is taken; of its rows nothing is read again.
+                projection = getattr(self._layers[layer].linear_attn, self._family.decay)
+                hooks.enter_context(projection.register_forward_hook(note(layer)))
             yield trace
 
     @contextmanager
@@ -107,7 +108,7 @@ class Watch:
         def keep(layer: int) -> None:
             next(s for s in kept if layer not in s)[layer] = cache.state(layer)
 
-        with in_pieces(attentions, rows, keep):
+        with in_pieces(attentions, self._family.output, rows, keep):
             yield kept
 
     @contextmanager

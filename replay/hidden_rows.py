@@ -11,7 +11,7 @@ from torch import Tensor
 class HiddenRows:
     """Collects what each replay source put out, in token order.
 
-    Not thread-safe: one forward at a time adds to it.
+    Not thread-safe: one forward at a time adds to it. Rows that came at once are not copied.
     """
 
     def __init__(self) -> None:
@@ -30,4 +30,5 @@ class HiddenRows:
         """
         if source not in self._pieces:
             raise ValueError(f"no rows of source {source}, wanted one of {sorted(self._pieces)}")
-        return torch.cat(self._pieces[source])
+        pieces = self._pieces[source]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -71,7 +71,7 @@ def final_state(
     tail = conv_tail(torch.cat([q_tail, k[1 - width :], v[1 - width :]], dim=-1), width, conv)
     k, v = _convolved(weights, k, v, conv)
     beta = F.linear(rows, weights.b).sigmoid() * weights.beta_max
-    g = log_decay(rows, weights.a, weights.a_log, weights.dt_bias)
+    g = log_decay(F.linear(rows, weights.a), weights.a_log, weights.dt_bias)
     return LinearState(tail, state_scan(k, v, g, beta, recurrent))
 
 
@@ -88,15 +88,14 @@ def _convolved(
     return l2norm(keys.float()), v.reshape(len(v), weights.a_log.shape[0], -1)
 
 
-def log_decay(rows: Tensor, a: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
+def log_decay(a: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
     """Return g `[T, HV]` in fp32 log space; in 16 bits exp(A_log) would lose slow heads.
 
     Args:
-        rows: `[T, D]`, as in `final_state`.
-        a: `[HV, D]`.
+        a: `[T, HV]`, the layer's rows projected to the decay.
         a_log: `[HV]`.
         dt_bias: `[HV]`.
 
     Source: as `final_state`.
     """
-    return -a_log.float().exp() * F.softplus(F.linear(rows, a).float() + dt_bias)
+    return -a_log.float().exp() * F.softplus(a.float() + dt_bias)

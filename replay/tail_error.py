@@ -18,6 +18,13 @@ BUDGETS = (0.3, 0.1, 0.03)
 SHORTEST_TAIL = 4
 """A tail is a multiple of this many tokens; below it not even a conv state could be right."""
 
+_SQUARED = torch.tensor([budget**2 for budget in BUDGETS])
+_UNKNOWN = 1 << 62
+"""In place of a length, longer than any."""
+
+_NOTHING = -80.0
+"""Logarithm of what is as good as nothing; numbers below the normal ones are slow to work with."""
+
 _STEPS_AN_OCTAVE = 4
 _ENDS_AT_ONCE = 64
 _ENDS_APART = 16
@@ -60,18 +67,20 @@ class DecayTrace:
         decay = torch.stack(parts, 1)
         return torch.cat((torch.zeros_like(decay[:1]), decay.cumsum(0)))
 
-    def norms(self, tokens: Tensor) -> Tensor:
-        """Norms of the states after each of `tokens` `[N]`, `[N, L, HV]`.
+    def log_norms(self, tokens: Tensor) -> Tensor:
+        """Logarithms of the norms of the states after each of `tokens` `[N]`, `[N, L, HV]`.
 
-        Geometric means by distance between those noted; the nearest noted one outside of them.
+        Means by distance between those noted; the nearest noted one outside of them.
         """
         known = torch.tensor(sorted(self._norms))
         values = torch.stack([self._norms[int(token)] for token in known]).clamp(min=1e-30).log()
+        if len(known) == 1:
+            return values.expand(len(tokens), -1, -1)
         after = torch.searchsorted(known, tokens).clamp(max=len(known) - 1)
         before = (after - 1).clamp(min=0)
         span = (known[after] - known[before]).clamp(min=1)
         share = ((tokens - known[before]) / span).clamp(0, 1)[:, None, None]
-        return torch.lerp(values[before], values[after], share).exp()
+        return torch.lerp(values[before], values[after], share)
 
 
 def tail_lengths(trace: DecayTrace, groups: Sequence[Sequence[int]], ends: Sequence[int]) -> Tensor:
@@ -92,12 +101,16 @@ def tail_lengths(trace: DecayTrace, groups: Sequence[Sequence[int]], ends: Seque
     if not ends:
         return torch.zeros(0, len(groups), len(BUDGETS), dtype=torch.int64)
     lengths = tried_lengths(max(ends) - trace.first)
-    total, tried = trace.total(), torch.tensor(lengths, dtype=torch.int64)  # there may be none
+    tried = torch.tensor(lengths, dtype=torch.int64)  # there may be none
+    left = _Left(trace)
     found = []
     for part in torch.split(torch.tensor(ends), _ENDS_AT_ONCE):
-        error, there = _predicted(trace, total, part, tried)
+        starts = part[:, None] - tried
+        error = left.squared(starts, part)
         grouped = torch.stack([error[..., list(group)].amax(-1) for group in groups], -1)
-        found.append(_shortest(grouped, there, part, tried, trace.first))
+        within = (grouped[..., None] <= _SQUARED) & (starts >= trace.first)[..., None, None]
+        none = part if trace.first == 0 else torch.zeros_like(part)
+        found.append(_shortest(within, tried, none))
     return torch.cat(found)
 
 
@@ -120,15 +133,17 @@ def span_tails(
         end in [first, end]. A tail that would start before the trace does goes on with the known
         one: what that drops has only shrunk since.
     """
-    ends = [_ends_in(max(first, trace.first), end) for first, end in spans]
-    flat = [end for some in ends for end in some]
-    tails = tail_lengths(trace, groups, flat)
+    in_span = [_ends_in(max(first, trace.first), end) for first, end in spans]
+    ends = sorted({end for some in in_span for end in some})  # neighbours share one
+    tails = tail_lengths(trace, groups, ends)
     if known is not None:
-        since = (torch.tensor(flat) - trace.first)[:, None, None]
+        since = (torch.tensor(ends) - trace.first)[:, None, None]
         tails = torch.where((tails == 0) & (known > 0), since + known, tails)
-    parts = torch.split(tails, [len(some) for some in ends])
-    spanned = [torch.where((part > 0).all(0), part.amax(0), 0) for part in parts]
-    return torch.stack(spanned) if spanned else tails
+    tails = torch.where(tails == 0, _UNKNOWN, tails)
+    place = {end: i for i, end in enumerate(ends)}
+    spanned = [tails[place[some[0]] : place[some[-1]] + 1].amax(0) for some in in_span]
+    longest = torch.stack(spanned) if spanned else tails
+    return torch.where(longest == _UNKNOWN, 0, longest)
 
 
 def _ends_in(first: int, end: int) -> list[int]:
@@ -147,28 +162,43 @@ def tried_lengths(longest: int) -> list[int]:
     return lengths
 
 
-def layer_error(lost: Tensor, whole: Tensor) -> Tensor:
-    """Relative error of a layer's state `[..., L]`, from norms `[..., L, HV]` of its heads."""
-    error: Tensor = lost.norm(dim=-1) / whole.norm(dim=-1).clamp(min=1e-30)
-    return error
+class _Left:
+    """What is left at an end of a state that is dropped at a start: logarithms, by token.
+
+    Args:
+        trace: of a prefill.
+    """
+
+    def __init__(self, trace: DecayTrace) -> None:
+        total = trace.total()
+        norms = trace.log_norms(torch.arange(trace.first, trace.first + len(total)))
+        self._first, self._total = trace.first, total
+        # By start what is added to the decay up to an end; and the squared norm of whole states.
+        self._dropped = norms - total
+        self._whole = _summed((2 * norms).exp_()).clamp_(min=1e-30)
+
+    def squared(self, starts: Tensor, ends: Tensor) -> Tensor:
+        """Squared relative error of each layer `[E, S, L]` for tails from `starts` `[E, S]` on.
+
+        Of a start in front of the trace it is that of the trace's first token.
+        """
+        at, end = (starts - self._first).clamp_(min=0), (ends - self._first)[:, None]
+        left = self._dropped[at]  # a copy
+        left += self._total[end]
+        return _summed(left.mul_(2).clamp_(min=_NOTHING).exp_()) / self._whole[end]
 
 
-def _predicted(
-    trace: DecayTrace, total: Tensor, ends: Tensor, tried: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Relative error of each layer, `[E, S, L]`, and which tails lie in the trace, `[E, S]`."""
-    starts = ends[:, None] - tried
-    there = starts >= trace.first
-    at = (starts - trace.first).clamp(min=0)
-    shrunk = (total[ends - trace.first][:, None] - total[at]).exp()
-    lost = shrunk * trace.norms(starts.flatten()).reshape(shrunk.shape)
-    return layer_error(lost, trace.norms(ends)[:, None]), there
+def _summed(heads: Tensor) -> Tensor:
+    """Sums over heads, `[..., L]` from `[..., L, HV]`; many short sums are slow one by one."""
+    return heads @ torch.ones(heads.shape[-1])
 
 
-def _shortest(error: Tensor, there: Tensor, ends: Tensor, tried: Tensor, first: int) -> Tensor:
-    """Lengths `[E, groups, budgets]` from errors `[E, S, groups]`."""
-    within = (error[..., None] <= torch.tensor(BUDGETS)) & there[..., None, None]
-    none = (ends if first == 0 else torch.zeros_like(ends))[:, None, None]
+def _shortest(within: Tensor, tried: Tensor, none: Tensor) -> Tensor:
+    """Lengths `[E, groups, budgets]`: the first that is `within` `[E, S, ...]`, else `none` `[E]`.
+
+    Lengths that are tried rise.
+    """
     if not len(tried):
-        return none.expand(-1, error.shape[2], len(BUDGETS))
-    return torch.where(within.any(1), tried[within.int().argmax(1)], none)
+        return none[:, None, None].expand(-1, *within.shape[2:])
+    shortest = torch.where(within, tried[:, None, None], _UNKNOWN).amin(1)
+    return torch.where(shortest == _UNKNOWN, none[:, None, None], shortest)

@@ -331,7 +331,7 @@ def test_what_is_not_stored_is_not_noted_and_not_cut_for_it(server, tenant, mode
 
     def look(_module, _args, given):
         ran.append(given["input_ids"].shape[1])
-        noted.append(any(layer.input_layernorm._forward_hooks for layer in inner.layers))
+        noted.append(any(module._forward_hooks for module in inner.layers.modules()))
 
     with replica(server.address, model, tenant=tenant) as engine:
         ask(engine, SHORT)

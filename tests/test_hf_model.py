@@ -13,6 +13,7 @@ from tailreplay.connector.hf_families import UnsupportedModel
 from tailreplay.connector.hf_model import HybridModel
 from tailreplay.connector.triton_guard import guard_triton
 from tailreplay.replay.groups import ReplayGroup
+from tailreplay.replay.hidden_rows import HiddenRows
 from tailreplay.replay.linear_state import LinearState
 
 pytestmark = pytest.mark.model
@@ -299,6 +300,27 @@ def test_states_in_the_middle_of_a_forward_are_those_of_a_prefill_to_there(any_p
     wanted = model.forward(any_prefix.tokens[first:], whole)
     assert relative_max(logits, wanted) <= LOGITS_BOUND
     any_prefix.check_states(cache.states(), whole.states(), STATE_BOUND)
+
+
+def test_a_forward_with_kept_states_projects_each_row_once(any_prefix):
+    model, cache, rows = any_prefix.model, any_prefix.model.new_cache(), []
+    attention = model._layers[model.dims.linear_layers[0]].linear_attn
+    output = getattr(attention, "out_proj", None) or attention.o_proj
+    with model.watch.keeping([64, 200], cache):
+        watch = output.register_forward_hook(lambda _module, args, _out: rows.append(args[0]))
+        try:
+            model.forward(any_prefix.tokens, cache)
+        finally:
+            watch.remove()
+    assert [len(part[0]) for part in rows] == [0, 0, len(any_prefix.tokens)]
+
+
+def test_hiddens_that_came_at_once_are_not_copied(prefix):
+    rows, hidden = torch.ones(3, prefix.model.dims.hidden_size), HiddenRows()
+    hidden.add(3, rows)
+    assert hidden.rows(3).data_ptr() == rows.data_ptr()
+    hidden.add(3, 2 * rows)
+    assert hidden.rows(3)[:, 0].tolist() == [1, 1, 1, 2, 2, 2]
 
 
 def test_states_are_kept_of_one_threads_forward_alone_and_no_hook_stays(prefix):
@@ -605,7 +627,10 @@ def test_a_trace_goes_on_from_chunk_to_chunk_and_hears_no_other_thread(any_prefi
     with model.watch.trace() as parts, ThreadPoolExecutor(1) as other:
         any_prefix.prefill(200, chunk=77)
         other.submit(any_prefix.prefill, 50).result()
-    assert whole.end == parts.end == 200
+    with model.watch.trace() as cut, model.watch.keeping([64, 130], cache := model.new_cache()):
+        model.forward(any_prefix.tokens[:200], cache)
+    assert whole.end == parts.end == cut.end == 200
+    torch.testing.assert_close(cut.total(), whole.total(), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(parts.total(), whole.total(), rtol=1e-4, atol=1e-4)
 
 
@@ -616,4 +641,4 @@ def test_norms_are_noted_of_states_that_are_there(prefix):
         with pytest.raises(ValueError, match="no state"):
             model.new_cache().note_states(trace, 41)
     wanted = [state.recurrent.flatten(1).norm(dim=-1) for state in prefix.states(40).values()]
-    torch.testing.assert_close(trace.norms(torch.tensor([40]))[0], torch.stack(wanted))
+    torch.testing.assert_close(trace.log_norms(torch.tensor([40]))[0].exp(), torch.stack(wanted))

@@ -63,6 +63,39 @@ def test_a_head_counts_by_the_norm_it_has():
     assert tail_lengths(trace_of([[2.0, 10_000.0]]), [[0]], [1000])[0, 0].tolist() == [1000] * 3
 
 
+def naive_length(trace, layers, end, budget):
+    """One head after the other, with nothing shared between tails."""
+    total, first = trace.total().double(), trace.first
+    norms = trace.log_norms(torch.arange(first, first + len(total))).double().exp()
+    for length in tried_lengths(end - first):
+        left = (total[end - first] - total[end - length - first]).exp()
+        lost = left * norms[end - length - first]
+        error = (lost.norm(dim=-1) / norms[end - first].norm(dim=-1))[layers].max()
+        if end - length >= first and error <= budget:
+            return length
+    return end if first == 0 else 0
+
+
+@pytest.mark.parametrize("first", [0, 37])
+def test_many_tails_at_once_are_as_long_as_one_by_one(first):
+    draw = torch.Generator().manual_seed(first)
+    trace, tokens, groups = DecayTrace(range(3), first), 500, [[0, 2], [1]]
+    half_lives = (torch.rand(3, 4, generator=draw) * 3).exp()
+    for layer in range(3):
+        trace.add(layer, -torch.rand(tokens, 4, generator=draw) / half_lives[layer])
+    for token in (first + 200, first + tokens):
+        trace.note_states(token, [torch.randn(4, 3, 5, generator=draw) for _ in range(3)])
+    ends = [first + end for end in (3, 70, 333, 500)]
+    wanted = [[[naive_length(trace, g, end, b) for b in BUDGETS] for g in groups] for end in ends]
+    assert tail_lengths(trace, groups, ends).tolist() == wanted
+    assert len({n for row in wanted for group in row for n in group}) > 6
+
+
+def test_a_head_that_forgets_all_at_once_leaves_nothing_and_not_a_number():
+    trace = trace_of([[1e-6, 1e-3]])
+    assert tail_lengths(trace, [[0]], [900]).tolist() == [[[4] * 3]]
+
+
 def test_a_state_that_has_grown_makes_what_was_dropped_count_less():
     grown, level = trace_of([[50.0]]), trace_of([[50.0]])
     grown.note_states(1000, [torch.full((1, 3, 5), 10.0)])
@@ -73,7 +106,7 @@ def test_norms_between_those_noted_are_geometric_means():
     trace = DecayTrace([0])
     for token, norm in ((100, 1.0), (300, 4.0)):
         trace.note_states(token, [torch.full((1, 1, 1), norm)])
-    found = trace.norms(torch.tensor([7, 100, 200, 300, 400]))
+    found = trace.log_norms(torch.tensor([7, 100, 200, 300, 400])).exp()
     torch.testing.assert_close(found.flatten(), torch.tensor([1.0, 1.0, 2.0, 4.0, 4.0]))
 
 
