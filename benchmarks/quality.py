@@ -66,7 +66,7 @@ def _measure_all(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         started_s = time.perf_counter()
         most = _QUICK_LONGEST if arguments.quick else max(LENGTHS[name])
         lengths = arguments.lengths or [n for n in LENGTHS[name] if n <= most]
-        measured = measure(name, tuple(lengths), samples, arguments.tasks)
+        measured = measure(name, tuple(lengths), samples, arguments.tasks, arguments.columns)
         for rounds, rows in enumerate(measured, 1):
             passed_s = time.perf_counter() - started_s
             report["models"][name] = rows
@@ -77,9 +77,12 @@ def _measure_all(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 
 
 def measure(
-    name: str, lengths: tuple[int, ...], samples: int, tasks: list[str]
+    name: str, lengths: tuple[int, ...], samples: int, tasks: list[str], only: list[str] | None
 ) -> Iterator[list[dict[str, Any]]]:
-    """All rows of one miniature, again after each round of one more context a row."""
+    """All rows of one miniature, again after each round of one more context a row.
+
+    Of all columns, or of full and those in `only`.
+    """
     import numpy as np
     import torch
     from mini.tasks import Corpus
@@ -93,6 +96,10 @@ def measure(
     corpus = Corpus(tokenizer)
     scores = [Scores(row) for row in rows(lengths) if row.task in tasks]
     columns = (*_BF16, AGAIN) if name.endswith("bf16") else COLUMNS
+    if only is not None:
+        if unknown := set(only) - set(columns):
+            raise SystemExit(f"no columns {sorted(unknown)}, there are {list(columns)}")
+        columns = tuple(column for column in columns if column in ("full", *only))
     with bench(name) as served:
         for number in range(samples):
             for one in scores:
@@ -142,6 +149,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, help="contexts a row")
     parser.add_argument("--lengths", type=int, nargs="*", help="tokens, instead of all lengths")
     parser.add_argument("--tasks", nargs="*", choices=_TASKS, default=_TASKS)
+    parser.add_argument("--columns", nargs="*", help="ways of serving, beside full")
     parser.add_argument("--minutes", type=float, default=120, help="no further round after these")
     parser.add_argument(
         "--shown", type=Path, nargs="*", help="files of --out, whose tables are printed instead"

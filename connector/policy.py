@@ -12,9 +12,9 @@ Mode = Literal["exact", "tail", "auto", "zero", "off"]
 exact: the nearest checkpoint, and the gap to the boundary closed exactly.
 tail: every state rebuilt from the last k hiddens alone; approximate. Where hiddens are gone, from
     the last k tokens and the stored keys and values.
-auto: a tail that keeps to the error budget, where it is less than half of the gap that `exact`
-    would close, else as `exact`; the error of a tail is told beforehand by figures noted when the
-    prefix was prefilled.
+auto: a tail that keeps to the error budget, where the states hold little from before the nearer
+    half of the gap that `exact` would close; else as `exact`. Figures noted when the prefix was
+    prefilled tell both beforehand.
 zero: keys and values with zero states; for evaluation only.
 off: plain prefill, the store is not asked.
 """

@@ -193,7 +193,10 @@ def test_auto_never_uses_less_than_exact_nor_works_more_for_as_much(stored, prom
             exact.replayed_tokens + exact.recomputed_tokens
         )
     if auto.mode == "tail":
-        assert 2 * auto.replayed_tokens < auto.used_tokens - exact.checkpoint_token
+        gap = auto.used_tokens - exact.checkpoint_token
+        assert 2 * (auto.used_tokens - auto.replay_first) < gap
+        forgotten = tails_within(stored.figures_at(auto.used_tokens), min(0.1, policy.error_budget))
+        assert 2 * max(forgotten) < gap
     else:
         assert replace(auto, tail_wanted=None) == exact
 
@@ -267,6 +270,15 @@ def test_a_tail_of_half_the_prefix_is_a_miss_where_exact_may_not_go_as_far():
     for tail, mode in ((1496, "tail"), (1497, "miss")):
         plan = plan_fetch(at_boundary(3000, tail), 3001, auto(), SHAPE)
         assert (plan.mode, plan.tail_wanted) == (mode, tail)
+
+
+def test_what_states_hold_is_told_by_the_figures_for_a_tenth_whatever_is_allowed():
+    """Heads that hold .3 of a prefix's start in a tail of a third of it can hold its needles."""
+    for tenth, mode in ((499, "tail"), (500, "exact")):
+        by_budget = pack(np.array([[80, 90, 100], [300, tenth, 900]]))
+        stored = StoredPrefix(1000, b"leaf", 1000, 0, ((0, 1000),), (), {1000: by_budget})
+        plan = plan_fetch(stored, 1001, auto(error_budget=0.3), SHAPE)
+        assert (plan.mode, plan.tail_wanted) == (mode, 300)
 
 
 def test_a_boundary_short_of_the_page_with_the_figures_has_none():
