@@ -59,6 +59,7 @@ class Administration:
         store_id: bytes,
         clock: Callable[[], float],
     ) -> None:
+        self._catalog, self._client_names = catalog, client_names
         self._tables = redis_tables(config)
         ledger = erasure_ledger = None
         if self._tables is not None:
@@ -100,6 +101,14 @@ class Administration:
             self.erasures.join()
         except StoreUnavailable as error:
             logger.debug("what holds for all stores is not known yet: %s", error)
+
+    def forget_names(self) -> None:
+        """Forgets what clients call namespaces that have nothing any more."""
+        self._client_names.keep_only(self._catalog.spaces())
+
+    def redis_lost(self) -> None:
+        """Says anew what stores say in Redis by themselves, since it may have lost it."""
+        self.operators.redis_lost()
 
     def tick(self) -> None:
         """Does what is to be done again and again; may wait for Redis."""

@@ -48,6 +48,14 @@ class Behind:
         # Elsewhere nothing expires, and what Redis lacks may be there.
         return [found or None for found in renewed] if self._adapters[1:] else renewed
 
+    def exist(self, keys: Sequence[ObjectKey]) -> list[bool | None]:
+        """Say which objects are in Redis; None where that can not be said now."""
+        return [None] * len(keys) if self._redis is None else self._redis.exist(keys)
+
+    def write(self, keys: Sequence[ObjectKey], payloads: Sequence[memoryview]) -> list[bool]:
+        """Write objects to Redis, last of all, and wait; says which it has taken."""
+        return [False] * len(keys) if self._redis is None else self._redis.write(keys, payloads)
+
     def status(self) -> dict[str, Any]:
         """Report how Redis is doing.
 

@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from tailreplay.store.arrivals import Arrivals
+from tailreplay.store.chain import digest_key
 from tailreplay.store.errors import GeometryMismatch
 from tailreplay.store.holdings import Holdings
 from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind, ObjectName, Provenance
@@ -42,6 +43,7 @@ class Catalog:
         manifests: where commits are written; None without Redis.
         clock: seconds that only grow.
         max_blocks: above so many blocks in the index, what only Redis has is forgotten early.
+        digest_key: gives the key of the running digests for a namespace.
 
     Attributes:
         quotas: what each tenant uses, and may.
@@ -56,12 +58,13 @@ class Catalog:
         *,
         clock: Callable[[], float] = time.monotonic,
         max_blocks: int = 1 << 20,
+        digest_key: Callable[[bytes], bytes] = digest_key,
     ) -> None:
         held = self._held = Holdings(to_redis=manifests is not None)
         self.quotas = held.quotas
         self.public = PublicPrefixes()
         self.room = Room(held)
-        self.redis = RedisCatalog(held, manifests, clock, max_blocks)
+        self.redis = RedisCatalog(held, manifests, clock, max_blocks, digest_key)
         self._lock, self._index, self._order = held.lock, held.index, held.order
         self._claims = held.claims
         self._arrivals = Arrivals(held.index, held.sums, held.order, held.claims)

@@ -85,6 +85,10 @@ class Claims:
         """Ends a claim, since the object is in the CPU tier; it may still be pending."""
         self._claimed.discard(name)
 
+    def is_on_its_way(self, name: ObjectName) -> bool:
+        """Whether somebody brings an object, or it goes to Redis."""
+        return name in self._claimed or name in self._pending
+
     def is_pending(self, name: ObjectName) -> bool:
         """Whether an object is on its way to Redis."""
         return name in self._pending

@@ -31,12 +31,15 @@ from tailreplay.store.prompt import Prompt
 from tailreplay.store.reader import PinLimits, Reader
 from tailreplay.store.redis_settings import (
     bulk_tiers,
+    redis_epochs,
     redis_manifests,
     redis_shared_index,
     redis_tier,
 )
+from tailreplay.store.refill import Refill
 from tailreplay.store.sightings import Sightings
 from tailreplay.store.tiers import Tiers
+from tailreplay.store.upkeep import Upkeep
 from tailreplay.store.urgent_gate import UrgentGate
 from tailreplay.store.writer import PutSession, Writer
 
@@ -49,11 +52,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_KEEP_UP_EVERY_S = 0.5
 _FLUSH_STEP_S = 0.01
 _SIGHTINGS = 1 << 17
-_FORGET_EVERY_S = 10.0
-_FORGET_PAUSE_S = 0.001
 
 
 class Store:
@@ -90,7 +90,10 @@ class Store:
         self._shared = redis_shared_index(config, clock)
         self._digest_key = partial(digest_key, secret=config.digest_secret)
         self.catalog = Catalog(
-            self.manifests, clock=clock, max_blocks=config.index_bytes // INDEX_BLOCK_BYTES
+            self.manifests,
+            clock=clock,
+            max_blocks=config.index_bytes // INDEX_BLOCK_BYTES,
+            digest_key=self._digest_key,
         )
         self.tiers = Tiers(
             Pool(
@@ -138,16 +141,15 @@ class Store:
             clock=clock,
         )
         self._closing = threading.Event()
-        self._background = [
-            threading.Thread(target=self._tick, name="store-tick", daemon=True),
-            # Apart, since it may wait for Redis, and stalled streams must not wait with it.
-            threading.Thread(target=self._keep_up, name="store-keep-up", daemon=True),
-        ]
-        self._restored = self._restore()
-        if self._restored:
-            self.admin.join()
-        for thread in self._background:
-            thread.start()
+        self._upkeep = Upkeep(
+            self.catalog,
+            self.tiers,
+            self.admin,
+            leases=(self.leases, self._puts),
+            refill=self._refill(),
+            clock=clock,
+        )
+        self._upkeep.start()
 
     def match(self, request: pb.MatchRequest, caller: Principal = ANYONE) -> pb.MatchResponse:
         """What is stored along the longest stored prefix.
@@ -309,9 +311,7 @@ class Store:
     def close(self) -> None:
         """Gives back memory and connections; what is in Redis stays there."""
         self._closing.set()
-        for thread in self._background:
-            if thread.is_alive():
-                thread.join()
+        self._upkeep.stop()
         self.admin.close(has_redis=bool(self.tiers.redis_status().get("healthy")))
         self._reader.close()
         self.tiers.close()
@@ -320,48 +320,11 @@ class Store:
         if self._shared is not None:
             self._shared.close()
 
-    def _restore(self) -> bool:
-        """Lists what Redis has; says whether that was everything."""
-        try:
-            listed = self.catalog.redis.restore()
-        except StoreUnavailable as error:
-            logger.debug("nothing restored yet: %s", error)
-            return False
-        if listed:
-            logger.info("restored %d objects from Redis", listed)
-        return self.manifests is None or self.manifests.whole
-
-    def _renew_used(self) -> None:
-        try:
-            self.catalog.redis.renew_used()
-        except StoreUnavailable as error:
-            logger.debug("what is used was not renewed in Redis: %s", error)
-
-    def _forget_expired(self) -> None:
-        """A little at a time, so that lookups come between."""
-        row = self.catalog.redis.forget_expired(0)
-        while row and not self._closing.wait(_FORGET_PAUSE_S):
-            row = self.catalog.redis.forget_expired(row)
-
-    def _tick(self) -> None:
-        """Ends stalled streams; waits for nothing else."""
-        interval_s = min(0.5, self.leases.stall_limit_s / 2)
-        while not self._closing.wait(interval_s):
-            self.leases.expire()
-            self._puts.expire()
-
-    def _keep_up(self) -> None:
-        """Does what is to be done again and again, and may wait for Redis."""
-        forget_at_s = self._clock() + _FORGET_EVERY_S
-        while not self._closing.wait(_KEEP_UP_EVERY_S):
-            self.admin.tick()
-            self._renew_used()
-            if self._clock() >= forget_at_s:
-                self._forget_expired()
-                self.client_names.keep_only(self.catalog.spaces())
-                forget_at_s = self._clock() + _FORGET_EVERY_S
-            if not self._restored and self.tiers.redis_status().get("healthy"):
-                self._restored = self._restore()
+    def _refill(self) -> Refill | None:
+        epochs = redis_epochs(self.config)
+        if epochs is None:
+            return None
+        return Refill(self.catalog, self.tiers, epochs, self.admin.redis_lost, self._clock)
 
 
 def _shared_memory(config: StoreConfig) -> SharedMemory:

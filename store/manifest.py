@@ -259,6 +259,10 @@ class Manifests:
         listed = [manifest for manifests in found for manifest in manifests]
         return sorted(listed, key=lambda item: (item[0].first_token, len(item[0].digests) > 0))
 
+    def servers_of(self, block: Block) -> set[int]:
+        """Numbers of the servers that have a block's manifest, and the set that it is in."""
+        return {self._owner(block.called), self._owner(_siblings(block))}
+
     def close(self) -> None:
         """Closes the connections."""
         self._servers.close()

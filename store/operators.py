@@ -178,6 +178,11 @@ class Operators:
         for tenant in self._quotas.take_stale():
             self._catalog.limit(tenant, self._quotas.limits(tenant))
 
+    def redis_lost(self) -> None:
+        """Says anew whose namespaces are whose, since Redis may have forgotten it."""
+        with self._lock:
+            self._written.clear()
+
     def written_owners(self) -> list[bytes]:
         """Namespaces whose tenant Redis knows."""
         with self._lock:

@@ -147,6 +147,19 @@ def code_bytes(codes: bytes, tokens: int) -> int:
     return at * CODE_BYTES
 
 
+def tokens_of(codes: bytes) -> ExtendedTokens:
+    """The tokens that a run of codes stands for, `[n]` uint64."""
+    words = np.frombuffer(codes, "<u4").astype(np.uint64)
+    if not (words == _ESCAPE).any():
+        return words
+    tokens, at = [], 0
+    while at < len(words):
+        is_wide = words[at] == _ESCAPE
+        tokens.append(words[at + 1] | words[at + 2] << np.uint64(32) if is_wide else words[at])
+        at += _WIDE_WORDS if is_wide else 1
+    return np.array(tokens, np.uint64)
+
+
 def _encode(tokens: ExtendedTokens) -> tuple[bytes, npt.NDArray[np.int64] | None]:
     """Codes of all tokens, and where each begins; None = at multiples of 4 bytes."""
     wide = tokens >= _ESCAPE

@@ -13,6 +13,7 @@ from tailreplay.store.fading import Fading
 from tailreplay.store.manifest_form import entry_of
 from tailreplay.store.redis_listing import RedisListing
 from tailreplay.store.renewal import Renewal
+from tailreplay.store.retelling import block_again
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from tailreplay.store.record import Record
     from tailreplay.store.shared_index import Beyond
     from tailreplay.store.tiers import Tiers
-    from tailreplay.store.views import BlockName
+    from tailreplay.store.views import Block, BlockName
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class RedisCatalog:
         manifests: where commits are written; None without Redis.
         clock: seconds that only grow.
         max_blocks: above so many blocks in the index, what only Redis has is forgotten early.
+        digest_key: gives the key of the running digests for a namespace.
     """
 
     def __init__(
@@ -53,7 +55,9 @@ class RedisCatalog:
         manifests: Manifests | None,
         clock: Callable[[], float],
         max_blocks: int,
+        digest_key: Callable[[bytes], bytes],
     ) -> None:
+        self._digest_key = digest_key
         self._held = held
         self._manifests = manifests
         self._clock = clock
@@ -96,6 +100,40 @@ class RedisCatalog:
                     held.place(one.record, in_redis=True)
         self.failed([one.record.name for one, life_s in zip(due, taken, strict=True) if not life_s])
 
+    def homes(self, records: Sequence[Record]) -> list[tuple[Record, Block]]:
+        """Objects that are still listed, each with a block whose manifest is to speak of it."""
+        trees, told = self._held.index.trees, []
+        keys = {space: self._digest_key(space) for space in {r.name.namespace for r in records}}
+        with self._held.lock:
+            for record in records:
+                space = record.name.namespace
+                for home in trees.homes(record)[:1]:
+                    block = block_again(trees, home, space, keys[space])
+                    if block is not None:
+                        told.append((record, block))
+        return told
+
+    def servers_of(self, home: Block) -> set[int]:
+        """Numbers of the servers that say what there is of a block."""
+        return self._manifests.servers_of(home) if self._manifests is not None else set()
+
+    def expect(self, objects: Sequence[tuple[Record, Block]]) -> list[ObjectName]:
+        """Takes objects for being on their way to Redis once more, each with its block.
+
+        Each ends with `stored` or `failed`. Returns the names of those that are not on their way,
+        and that are still there to go.
+        """
+        claims, names = self._held.claims, []
+        with self._held.lock:
+            for record, home in objects:
+                name = record.name
+                if record.is_listed and record.exists and not claims.is_on_its_way(name):
+                    claims.claim(name, record.size)
+                    claims.arrive(name)
+                    claims.admit(record, home)
+                    names.append(name)
+        return names
+
     def learn(self, prompt: Prompt, beyond: Beyond) -> None:
         """Lists what a lookup has read of in Redis."""
         for part in beyond.parts(_LEARNT):
@@ -123,6 +161,11 @@ class RedisCatalog:
                 for block, _ in reversed(manifests[max(0, at - _RESTORED) : at]):
                     self._held.index.trees.prune_block(block.namespace, block.prefix_hash)
         return listed
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the last `restore` has read every server."""
+        return self._manifests is None or self._manifests.whole
 
     def used(self, records: Iterable[Record]) -> None:
         """Notes what was used and would expire before long; called under the lock."""

@@ -9,7 +9,7 @@ import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, Protocol
 
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
@@ -38,6 +38,19 @@ _MISS_OF = {
     Outcome.AWAY: Miss.AWAY,
     Outcome.CANCELLED: Miss.LATE,
 }
+
+
+class _Ask(Protocol):
+    """Asks a shard of some keys which are there."""
+
+    def __call__(
+        self,
+        shard: RedisShard,
+        keys: Sequence[bytes],
+        /,
+        *,
+        done: Callable[[Sequence[bool] | None], None],
+    ) -> None: ...
 
 
 class _Task:
@@ -191,8 +204,25 @@ class TailReplayRedisL2(L2AdapterInterface):  # type: ignore[misc]  # untyped ba
             deleted = [key for key, ok in zip(keys, task.succeeded, strict=True) if ok]
             self._notify_keys_deleted(deleted, [0] * len(deleted))
 
+    def write(self, keys: Sequence[ObjectKey], payloads: Sequence[memoryview]) -> list[bool]:
+        """Write objects behind LMCache's back, and wait for it; says which Redis has taken."""
+        finished = threading.Event()
+        task = _Task(keys, lambda _: finished.set())
+        for position, (key, payload) in enumerate(zip(keys, payloads, strict=True)):
+            done = _answer_one(task, position)
+            self._shard_of(key).store(Store(self._redis_key(key), payload, done))
+        finished.wait()
+        return list(task.succeeded)
+
     def renew(self, keys: Sequence[ObjectKey]) -> list[bool | None]:
         """Give values a new life, and wait for it; says which are there, None = not known."""
+        return self._say_which(keys, RedisShard.renew)
+
+    def exist(self, keys: Sequence[ObjectKey]) -> list[bool | None]:
+        """Say which values are there, None = not known, and wait for it."""
+        return self._say_which(keys, RedisShard.lookup)
+
+    def _say_which(self, keys: Sequence[ObjectKey], ask: _Ask) -> list[bool | None]:
         finished = threading.Event()
         there: list[bool | None] = [None] * len(keys)
         task = _Task(keys, lambda _: finished.set())
@@ -206,7 +236,7 @@ class TailReplayRedisL2(L2AdapterInterface):  # type: ignore[misc]  # untyped ba
             return done
 
         for shard, positions in self._by_shard(keys).items():
-            shard.renew([self._redis_key(keys[p]) for p in positions], done=answered(positions))
+            ask(shard, [self._redis_key(keys[p]) for p in positions], done=answered(positions))
         return list(there) if finished.wait(_DELETE_TIMEOUT_S) else [None] * len(keys)
 
     def report_status(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from tailreplay.store.config import PAYLOAD_TTL_S, StoreConfig
 from tailreplay.store.manifest import Manifests
 from tailreplay.store.manifest_seal import MARKS, Encrypted, Seal
 from tailreplay.store.redis_envelope import Plain, Sealed
+from tailreplay.store.redis_epochs import RedisEpochs
 from tailreplay.store.redis_l2_config import TailReplayRedisL2Config
 from tailreplay.store.redis_servers import RedisServers, redis_endpoints
 from tailreplay.store.redis_shard import ShardSettings
@@ -63,6 +64,12 @@ def redis_tables(config: StoreConfig) -> RedisTables | None:
     if servers is None:
         return None
     return RedisTables(servers, redis_prefix(config), metadata_seal(config))
+
+
+def redis_epochs(config: StoreConfig) -> RedisEpochs | None:
+    """Return what tells when a server has lost what it had; None for no Redis."""
+    servers = redis_servers(config, config.redis_timeout_s)
+    return None if servers is None else RedisEpochs(servers, redis_prefix(config))
 
 
 def redis_shared_index(config: StoreConfig, clock: Callable[[], float]) -> SharedIndex | None:

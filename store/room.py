@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from tailreplay.store.record import Record
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
     from tailreplay.store.holdings import Holdings
     from tailreplay.store.quota import Limits
     from tailreplay.store.tiers import Tiers
+
+
+_RANKED = 4096
+"""Objects whose last use is looked up under one hold of the lock."""
 
 
 class Room:
@@ -94,6 +99,17 @@ class Room:
         """Seconds since an object's last use; 0 where the CPU tier does not have it."""
         with self._held.lock:
             return self._held.order.idle_s(record)
+
+    def latest_first(self, records: Sequence[Record]) -> list[Record]:
+        """Objects in the order of their last use; those that are in Redis alone come last."""
+        idle_s: list[float] = []
+        for at in range(0, len(records), _RANKED):
+            with self._held.lock:
+                idle_s += map(self._held.order.idle_s, records[at : at + _RANKED])
+        ranks = sorted(
+            range(len(records)), key=lambda i: idle_s[i] if records[i].in_cpu else math.inf
+        )
+        return [records[i] for i in ranks]
 
     def keep(self, records: Iterable[Record]) -> None:
         """Takes objects out of eviction, once more for each time."""

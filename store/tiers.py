@@ -109,6 +109,11 @@ class Tiers:
         """Bytes of the pool that pins keep from eviction; an object counts once."""
         return self._pins.bytes
 
+    @property
+    def has_bulk(self) -> bool:
+        """Whether there are places for objects beside Redis."""
+        return len(self._behind) > 1
+
     def put(self, name: ObjectName, size: int, fill: Callable[[memoryview], None]) -> PutOutcome:
         """Store an object in the CPU tier; with Redis configured it is then written there too.
 
@@ -288,6 +293,37 @@ class Tiers:
             For each whether it is there; None when that can not be said now.
         """
         return self._behind.renew([object_key(name) for name in names])
+
+    def exist(self, names: Sequence[ObjectName]) -> list[bool | None]:
+        """Say for each object whether Redis itself has it; None when that can not be said now."""
+        return self._behind.exist([object_key(name) for name in names])
+
+    def write_again(self, names_and_sizes: Sequence[tuple[ObjectName, int]]) -> list[bool]:
+        """Write objects in the CPU tier to Redis once more, last of all, and wait until it is done.
+
+        Each has its outcome as of `commit`; those that are not in the CPU tier have failed.
+
+        Returns:
+            One entry per object, in order: whether Redis has taken it.
+        """
+        keys = [object_key(name) for name, _ in names_and_sizes]
+        found = {key: memory for key, (_, memory) in self._l1.reserve_read(keys).items()}
+        held = [
+            None if (memory := found[key]) is None else self._hold(name, size, key, "cpu", memory)
+            for (name, size), key in zip(names_and_sizes, keys, strict=True)
+        ]
+        pins = [one for one in held if isinstance(one, Pinned)]
+        self._pins.add(pins)
+        for key, (_, size) in zip(keys, names_and_sizes, strict=True):
+            self._write_back.begin(key, size)
+        try:
+            taken = self._behind.write([pin.key for pin in pins], [pin.data for pin in pins])
+            stored = [pin.key for pin, is_taken in zip(pins, taken, strict=True) if is_taken]
+            self._write_back.stored(stored)
+        finally:
+            self._write_back.failed(keys)
+            self.unpin(pins)
+        return [key in set(stored) for key in keys]
 
     def redis_status(self) -> dict[str, Any]:
         """Report how Redis is doing.
