@@ -1448,6 +1448,11 @@ class ClearResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REMOVED_FIELD_NUMBER: _builtins.int
+    STORES_FIELD_NUMBER: _builtins.int
+    SILENT_STORES_FIELD_NUMBER: _builtins.int
+    stores: _builtins.int
+    """As in EraseResponse."""
+    silent_stores: _builtins.int
     @_builtins.property
     def removed(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierBytes]:
         """What was there, by tier and kind."""
@@ -1456,10 +1461,12 @@ class ClearResponse(_message.Message):
         self,
         *,
         removed: _abc.Iterable[Global___TierBytes] | None = ...,
+        stores: _builtins.int = ...,
+        silent_stores: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["removed", b"removed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["removed", b"removed", "silent_stores", b"silent_stores", "stores", b"stores"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -540,7 +540,7 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Clear(self, request, context):
-        """Forgets objects, in both tiers.
+        """Forgets objects, in the CPU tiers of all stores of the same Redis, and in Redis.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -203,7 +203,7 @@ class AdminStub:
     ListTenants: _grpc.UnaryUnaryMultiCallable[_store_pb2.ListTenantsRequest, _store_pb2.ListTenantsResponse]
     """Use and limits of every tenant that has either."""
     Clear: _grpc.UnaryUnaryMultiCallable[_store_pb2.ClearRequest, _store_pb2.ClearResponse]
-    """Forgets objects, in both tiers."""
+    """Forgets objects, in the CPU tiers of all stores of the same Redis, and in Redis."""
     Erase: _grpc.UnaryUnaryMultiCallable[_store_pb2.EraseRequest, _store_pb2.EraseResponse]
     """As Clear of one tenant, at every store of the same Redis; also overwrites its bytes in the pools
     and scans Redis for what is left.
@@ -243,7 +243,7 @@ class AdminAsyncStub(AdminStub):
     ListTenants: _aio.UnaryUnaryMultiCallable[_store_pb2.ListTenantsRequest, _store_pb2.ListTenantsResponse]  # type: ignore[assignment]
     """Use and limits of every tenant that has either."""
     Clear: _aio.UnaryUnaryMultiCallable[_store_pb2.ClearRequest, _store_pb2.ClearResponse]  # type: ignore[assignment]
-    """Forgets objects, in both tiers."""
+    """Forgets objects, in the CPU tiers of all stores of the same Redis, and in Redis."""
     Erase: _aio.UnaryUnaryMultiCallable[_store_pb2.EraseRequest, _store_pb2.EraseResponse]  # type: ignore[assignment]
     """As Clear of one tenant, at every store of the same Redis; also overwrites its bytes in the pools
     and scans Redis for what is left.
@@ -322,7 +322,7 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _store_pb2.ClearRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.ClearResponse, _abc.Awaitable[_store_pb2.ClearResponse]]:
-        """Forgets objects, in both tiers."""
+        """Forgets objects, in the CPU tiers of all stores of the same Redis, and in Redis."""
 
     @_abc_1.abstractmethod
     def Erase(
