@@ -45,7 +45,7 @@ def clear(
     tenant: Annotated[str, typer.Option(help="of one tenant, by name")] = "",
     digest: Digest = False,
 ) -> None:
-    """Forget stored objects, in both tiers: --all, --namespace or --tenant."""
+    """Forget stored objects, in Redis and all its stores: --all, --namespace or --tenant."""
     if sum((everything, bool(namespace), bool(tenant))) != 1:
         fail("what to clear is not clear, wanted one of --all, --namespace and --tenant")
     if everything:
@@ -54,8 +54,7 @@ def clear(
         request = pb.ClearRequest(namespace=asked.namespace(namespace))
     else:
         request = pb.ClearRequest(tenant=tenant_of(tenant, digest))
-    answer = asked.admin("Clear", request)
-    asked.write(plain(answer), cli_tables.removed)
+    _clear(asked, request)
 
 
 @command(app, operators=True)
@@ -63,10 +62,8 @@ def purge(
     asked: Asked,
     namespace: Annotated[str, typer.Option(help="namespace, in hex (see `describe`)")],
 ) -> None:
-    """Forget a namespace in both tiers, such as that of a model that is not served any more."""
-    request = pb.ClearRequest(namespace=asked.namespace(namespace))
-    answer = asked.admin("Clear", request)
-    asked.write(plain(answer), cli_tables.removed)
+    """Forget a namespace in Redis and all its stores, as of a model that is served no more."""
+    _clear(asked, pb.ClearRequest(namespace=asked.namespace(namespace)))
 
 
 @command(app, operators=True)
@@ -80,4 +77,12 @@ def erase(
     answer = asked.admin("Erase", request)
     asked.write(plain(answer), cli_tables.removed)
     if is_left(answer):
+        raise typer.Exit(1)
+
+
+def _clear(asked: Asked, request: pb.ClearRequest) -> None:
+    """Clears, and shows what has gone; code 1 if a store did not say that it has."""
+    answer = asked.admin("Clear", request)
+    asked.write(plain(answer), cli_tables.removed)
+    if answer.silent_stores:
         raise typer.Exit(1)

@@ -42,6 +42,7 @@ class Erased:
         left_in_cpu: objects that the index or the pool still has.
         left_in_redis: keys in Redis.
         namespaces: those that were gone through.
+        everything: whether those are all, known or not.
         names: of prefixes, if only those were to go; None = all of the namespaces.
         stores: other stores that were asked to do the same.
         silent_stores: those of them that have not answered.
@@ -54,6 +55,7 @@ class Erased:
     left_in_cpu: int = 0
     left_in_redis: int = 0
     namespaces: set[bytes] = field(default_factory=set)
+    everything: bool = False
     names: set[bytes] | None = None
     stores: int = 0
     silent_stores: int = 0
@@ -104,18 +106,11 @@ class Eraser:
         self._patience_s = patience_s
 
     def clear(self, namespaces: Collection[bytes] | None) -> Erased:
-        """Forgets all objects of some namespaces, or of all.
-
-        Raises:
-            StoreUnavailable: Redis does not answer; the CPU tier has been cleared.
-        """
-        done = Erased()
-        self._drop(self._all_of(namespaces), done, in_redis=True)
+        """Forgets all objects of some namespaces, or of all; as `drop`, but overwrites nothing."""
+        everything = namespaces is None
         spaces = self._catalog.namespaces() if namespaces is None else namespaces
-        try:
-            self._delete_in_redis(spaces, done, None)
-        except StoreUnavailable as error:
-            raise StoreUnavailable(f"the CPU tier was cleared, Redis was not: {error}") from error
+        done = Erased(namespaces=set(spaces), everything=everything)
+        self._drop(self._all_of(namespaces), done, in_redis=True)
         return done
 
     def drop(self, namespaces: Collection[bytes]) -> Erased:
@@ -147,7 +142,7 @@ class Eraser:
         Raises:
             StoreUnavailable: Redis does not answer, so that there is no proof.
         """
-        self._delete_in_redis(done.namespaces, done, done.names)
+        self._delete_in_redis(None if done.everything else done.namespaces, done, done.names)
 
     def _list_all_of(self, namespace: bytes) -> None:
         """Lists what other stores have put into Redis as well."""
@@ -191,10 +186,10 @@ class Eraser:
         return held
 
     def _delete_in_redis(
-        self, namespaces: Collection[bytes], done: Erased, names: Collection[bytes] | None
+        self, namespaces: Collection[bytes] | None, done: Erased, names: Collection[bytes] | None
     ) -> None:
-        """Deletes what Redis has of namespaces, or of some prefixes in them."""
-        if self._ledger is None or not namespaces:
+        """Deletes what Redis has of namespaces, None = of all, or of some prefixes in them."""
+        if self._ledger is None or (namespaces is not None and not namespaces):
             return
         keys = self._ledger.keys_of(namespaces, names)
         for _ in range(_ROUNDS):

@@ -36,6 +36,7 @@ _DAYS = 2
 _ANSWER_LIFE_S = 3600
 _ALIVE_MS = 5000
 _ID_BYTES = 16
+_CLEARS, _EVERYTHING = 1, 2
 _HEAD = struct.Struct(f"<{TENANT_BYTES}s{NAMESPACE_BYTES}s")
 _SIZE = struct.Struct("<I")
 
@@ -47,11 +48,15 @@ class Erasure(NamedTuple):
         tenant: digest of the tenant; empty where a block is given.
         namespaces: those known so far; of a block, the one that it is in.
         block: its name; empty where a tenant is given.
+        clears: whether it is only to be forgotten: nothing is overwritten, and whose it was stays.
+        everything: whether that is all there is.
     """
 
     tenant: bytes
     namespaces: frozenset[bytes]
     block: bytes = b""
+    clears: bool = False
+    everything: bool = False
 
 
 class ErasureLedger:
@@ -93,6 +98,8 @@ class ErasureLedger:
     def ask(self, erasure_id: bytes, erasure: Erasure) -> None:
         """Asks all stores."""
         body = _HEAD.pack(erasure.tenant, erasure.block) + b"".join(erasure.namespaces)
+        if erasure.clears:
+            body += bytes([_CLEARS | _EVERYTHING * erasure.everything])
         self._tables.write(self._days()[0], {erasure_id: body}, _DAYS * _DAY_S)
 
     def asked(self) -> dict[bytes, Erasure]:
@@ -145,11 +152,13 @@ def _answers(erasure_id: bytes) -> bytes:
 
 def _erasure(body: bytes) -> Erasure:
     tenant, block = _HEAD.unpack_from(body)
-    absent = bytes(NAMESPACE_BYTES)
+    flags = body[-1] if (len(body) - _HEAD.size) % NAMESPACE_BYTES else 0
     return Erasure(
-        b"" if block != absent else tenant,
+        tenant if any(tenant) and not any(block) else b"",
         names_in(body[_HEAD.size :]),
-        b"" if block == absent else block,
+        block if any(block) else b"",
+        bool(flags & _CLEARS),
+        bool(flags & _EVERYTHING),
     )
 
 

@@ -1,4 +1,4 @@
-"""Erasures that every store of one Redis carries out, asked for at any of them.
+"""Erasures and clearings that all stores of one Redis carry out, asked for at any of them.
 
 Whose a namespace is reaches Redis a second after its first put, and what is in a store's pool is
 known to that store alone. So an erasure is asked of all: each takes out what it has of the tenant,
@@ -122,10 +122,10 @@ class Erasures:
         for erasure_id in todo:
             done = self._here(asked[erasure_id])
             # Redis was away when this store began: what is there now may be newer than the erasure.
-            if has_joined and not ledger.answer(erasure_id, done):
+            if has_joined and not ledger.answer(erasure_id, done) and not asked[erasure_id].clears:
                 self._eraser.delete_in_redis(done)
             self._note_done(erasure_id)
-            logger.info("erased %d objects, as another store was asked to", done.objects)
+            logger.info("forgot %d objects, as another store was asked to", done.objects)
         with self._lock:
             self._done = (self._done or set(asked)) & asked.keys()
 
@@ -141,7 +141,7 @@ class Erasures:
             self._note_done(erasure_id)
             ledger.ask(erasure_id, erasure._replace(namespaces=known))
             self._wait(ledger, erasure_id, others, done)
-            if done.namespaces <= known:
+            if done.namespaces <= known or erasure.everything:
                 break
             done.add(self._here(erasure._replace(namespaces=frozenset(done.namespaces))))
         return asked

@@ -47,24 +47,31 @@ class Forgetter:
         self._erasures = erasures
 
     def clear(self, request: pb.ClearRequest) -> pb.ClearResponse:
-        """Forgets objects of a namespace, of a tenant, or all.
+        """Forgets objects of a namespace, of a tenant, or all, at every store.
 
         Raises:
             InvalidRequest: no scope, or a malformed one.
             StoreUnavailable: Redis does not answer; the CPU tier has been cleared.
         """
         scope = request.WhichOneof("scope")
+        tenant, namespaces = b"", frozenset[bytes]()
         if scope == "namespace":
-            namespaces: list[bytes] | None = [checked_namespace(request.namespace)]
+            namespaces = frozenset([checked_namespace(request.namespace)])
         elif scope == "tenant":
-            namespaces = self._quotas.namespaces(checked_tenant(request.tenant))
-        elif scope == "everything" and request.everything:
-            namespaces = None
-        else:
+            tenant = checked_tenant(request.tenant)
+            namespaces = self._told(tenant).union(self._quotas.namespaces(tenant))
+        elif not request.everything:
             raise InvalidRequest("scope is not set, wanted everything, namespace or tenant")
-        done = self._eraser.clear(namespaces)
+        everything = scope == "everything"
+        done = self._erasures.everywhere(
+            Erasure(tenant, namespaces, clears=True, everything=everything)
+        )
         logger.info("cleared %s: %d objects", scope, done.objects)
-        return pb.ClearResponse(removed=tier_bytes(done.removed))
+        return pb.ClearResponse(
+            removed=tier_bytes(done.removed),
+            stores=done.stores,
+            silent_stores=done.silent_stores,
+        )
 
     def erase(self, request: pb.EraseRequest) -> pb.EraseResponse:
         """Erases a tenant at every store, and says what a count finds afterwards.
@@ -97,7 +104,10 @@ class Forgetter:
         Raises:
             StoreUnavailable: Redis does not forget whose it was; the CPU tier has been cleared.
         """
-        own = self._quotas.namespaces(erasure.tenant)
+        own = self._quotas.namespaces(erasure.tenant) if erasure.tenant else []
+        if erasure.clears:
+            spaces = None if erasure.everything else erasure.namespaces.union(own)
+            return self._eraser.clear(spaces)
         done = self._eraser.drop(erasure.namespaces.union(own))
         self._operators.disown(own)
         return done

@@ -165,23 +165,25 @@ class Ledger:
         )
 
     def keys_of(
-        self, namespaces: Collection[bytes], names: Collection[bytes] | None = None
+        self, namespaces: Collection[bytes] | None, names: Collection[bytes] | None = None
     ) -> list[bytes]:
         """Every key that has payload or a manifest of namespaces; scans all of Redis.
 
         Args:
-            namespaces: whose.
+            namespaces: whose; None = anybody's.
             names: of prefixes, if only their keys are wanted.
         """
         manifests, payloads = self._tables.prefix + b"m:", self._tables.prefix + b"o:"
-        spaces = {space: space.hex().encode() for space in namespaces}
+        spaces = {space: space.hex().encode() for space in namespaces or ()}
         hexes = set(spaces.values())
         in_hex = {name.hex().encode() for name in names or ()}
-        few = spaces if len(spaces) <= _FEW else {b"": b""}
+        few = spaces if namespaces is not None and len(spaces) <= _FEW else {b"": b""}
         patterns = [literal(manifests + space) + b"*" for space in few]
         patterns += [literal(payloads + space) + b"*" for space in few.values()]
 
         def is_wanted(key: bytes) -> bool:
+            if namespaces is None:
+                return True
             if key.startswith(manifests):
                 space, name = _halves(key[len(manifests) :])
                 return space in spaces and (names is None or name in names)

@@ -141,6 +141,48 @@ def test_a_store_that_comes_late_erases_all_the_same(stores, tables, keys):
     assert asker.answers(erasure_id) == {}
 
 
+CLEARED = {
+    "namespace": lambda prefix: pb.ClearRequest(namespace=prefix.namespace),
+    "tenant": lambda prefix: pb.ClearRequest(tenant=prefix.tenant),
+    "everything": lambda prefix: pb.ClearRequest(everything=True),
+}
+
+
+@pytest.mark.parametrize("scope", CLEARED)
+def test_what_is_cleared_at_one_store_is_gone_at_all(stores, keys, scope):
+    (first, writer), (second, operator) = stores
+    prefix, other = prefix_of(ACME), prefix_of(tenant_digest("rival"))
+    for one in (prefix, other):
+        writer.put(one)
+        until(lambda: not writer.stats().redis_pending_bytes)
+        until(lambda one=one: operator.fetch(one, span_range(KV, 0, 1000)).ended == [0])
+    answer = operator.admin.Clear(CLEARED[scope](prefix), timeout=30)
+    assert (answer.stores, answer.silent_stores) == (1, 0)
+    both = 2 if scope == "everything" else 1
+    removed = {(t.tier, t.kind): t.objects for t in answer.removed}
+    assert removed[pb.TIER_CPU, KV] == 2 * 4 * both
+    for client in (writer, operator):
+        assert client.match(prefix).matched_tokens == 0
+        assert client.match(other).matched_tokens == (0 if both == 2 else 1000)
+    assert not keys(prefix)
+    assert bool(keys(other)) == (both == 1)
+    assert first.store.catalog.quotas.owner(prefix.namespace) == ACME
+    assert not second.store.tiers.pinned_bytes
+    assert writer.put(prefix).stored == 21
+
+
+def test_everything_is_what_no_store_knows_as_well(stores, redis_server):
+    _, (_, operator) = stores
+    with closing(redis.Redis.from_url(redis_server.url)) as raw:
+        unknown = [b"tailreplay:m:" + bytes(64), b"tailreplay:o:" + b"00" * 32 + b"|kv@0@1@ab"]
+        others = b"somebody:else"
+        for key in (*unknown, others):
+            raw.set(key, b"")
+        operator.admin.Clear(pb.ClearRequest(everything=True), timeout=30)
+        assert raw.exists(*unknown) == 0
+        assert raw.exists(others)
+
+
 @pytest.mark.slow
 def test_writers_that_go_on_meanwhile_leave_nothing_that_a_last_erasure_misses(stores, keys):
     (first, one), (second, two) = stores
@@ -178,8 +220,24 @@ def here(_: Erasure) -> Erased:
 class NoEraser:
     """Deletes nothing in Redis, since nothing is there."""
 
+    def __init__(self) -> None:
+        self.asked: list[Erased] = []
+
     def delete_in_redis(self, done: Erased) -> None:
         """Nothing."""
+        self.asked.append(done)
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_a_store_that_is_late_to_clear_leaves_redis_as_it_is_by_now(tables, clears):
+    asker, eraser = ErasureLedger(tables, b"asker"), NoEraser()
+    late = Erasures(ErasureLedger(tables, b"late"), eraser, here)
+    late.join()
+    erasure_id = new_erasure_id()
+    asker.close(erasure_id)
+    asker.ask(erasure_id, Erasure(ACME, frozenset(), clears=clears))
+    late.tick()
+    assert len(eraser.asked) == (0 if clears else 1)
 
 
 def test_a_store_that_does_not_answer_is_counted(tables):
@@ -208,7 +266,12 @@ def test_an_answer_comes_through_redis_as_it_was(tables):
     erasure_id = new_erasure_id()
     one, other = ErasureLedger(tables, b"one"), ErasureLedger(tables, b"other")
     block = Erasure(b"", frozenset([b"s" * 32]), b"h" * 32)
-    one.ask(erasure_id, block)
-    assert other.asked()[erasure_id] == block
+    for what in (
+        block,
+        Erasure(ACME, frozenset([b"s" * 32, b"t" * 32]), clears=True),
+        Erasure(b"", frozenset(), clears=True, everything=True),
+    ):
+        one.ask(erasure_id, what)
+        assert other.asked()[erasure_id] == what
     assert other.answer(erasure_id, done)
     assert one.answers(erasure_id) == {b"other": done}
