@@ -49,7 +49,7 @@ def test_case_25_no_token_is_used_whose_keys_and_values_are_not_there(
     with serve_in_thread() as server:
         side = scheduler_side(server.address)
         asked = incoming(STORED)
-        leave(server.address, side._namespaces.of(asked), kv, state)
+        leave(server.address, side._lookups.namespaces.of(asked), kv, state)
         assert answered(side, asked) == (used, True)
         plan = side._tracked["r"].plan
         assert plan is not None
@@ -101,7 +101,7 @@ def test_case_12_no_combination_of_settings_lowers_what_is_used():
     with serve_in_thread() as server:
         asked = incoming([*STORED[:777], *range(5000, 5050)])
         side = scheduler_side(server.address)
-        leave(server.address, side._namespaces.of(asked), 1000, 512, hiddens=True)
+        leave(server.address, side._lookups.namespaces.of(asked), 1000, 512, hiddens=True)
         side.close()
         for values in product(*SETTINGS.values()):
             chosen = dict(zip(SETTINGS, values, strict=True))
@@ -141,11 +141,11 @@ def test_a_prompt_whose_logits_are_all_wanted_is_not_read_but_stored():
     with serve_in_thread() as server:
         side = scheduler_side(server.address)
         asked = incoming(STORED)
-        leave(server.address, side._namespaces.of(asked), 1000, 512)
+        leave(server.address, side._lookups.namespaces.of(asked), 1000, 512)
         asked.skip_reading_prefix_cache = True
         assert answered(side, asked) == (0, False)
         assert side._tracked["r"].asked.result().reason is None
-        assert side._begin(side._tracked["r"]) is not None
+        assert side._worth.begin(side._tracked["r"]) is not None
         side.close()
 
 
@@ -155,7 +155,7 @@ def test_a_prompt_that_can_not_be_named_is_served_and_not_stored():
         asked = incoming(STORED)
         asked.lora_request = object()  # without a folder
         assert answered(side, asked) == (0, False)
-        assert side._begin(side._tracked["r"]) is None
+        assert side._worth.begin(side._tracked["r"]) is None
         side.close()
 
 
@@ -166,7 +166,7 @@ def loading() -> Iterator[tuple[SchedulerSide, Any]]:
     with serve_in_thread() as server:
         side = scheduler_side(server.address, ranks=2)
         asked = incoming(ids)
-        namespace = side._namespaces.of(asked)
+        namespace = side._lookups.namespaces.of(asked)
         with StoreClient(server.address) as client:
             keeper = Keeper(client, PayloadCodec(dims()), 5.0)
             keeper.begin("other", KeepBegin(namespace, extended_tokens(ids[:600]), 0, (), ()))
