@@ -257,6 +257,7 @@ class StoreClient:
         Raises:
             StoreUnavailable: it is absent or slow, or the breaker is open.
             InvalidRequest, GeometryMismatch, IntegrityError, LimitExceeded: it refuses an object.
+            Exception: what an object's `parts` raise; it does not count against the store.
         """
         self._check(self._breaker)
         begin = pb.PutBegin(namespace=namespace, tokens=to_wire(tokens), tenant=tenant)
@@ -265,8 +266,19 @@ class StoreClient:
         if answer is not None:
             self._breaker.succeeded()
             return answer
-        frames = _put_frames(begin, offered)
-        return self._try(lambda: self._stub.Put(frames, timeout=timeout_s))
+        return self._try(lambda: self._put_by_grpc(begin, offered, timeout_s))
+
+    def _put_by_grpc(
+        self, begin: pb.PutBegin, objects: Sequence[ObjectBytes], timeout_s: float
+    ) -> pb.PutResponse:
+        """GRPC asks for frames on a thread of its own, and would only say that they have ended."""
+        faults: list[Exception] = []
+        try:
+            return self._stub.Put(_put_frames(begin, objects, faults), timeout=timeout_s)
+        except grpc.RpcError:
+            if faults:
+                raise faults[0] from None
+            raise
 
     def release(self, lease_id: bytes) -> None:
         """Ends a lease early.
@@ -387,11 +399,19 @@ def _noted(breaker: Breaker, error: grpc.RpcError, address: str) -> TailReplayEr
     return ours
 
 
-def _put_frames(begin: pb.PutBegin, objects: Iterable[ObjectBytes]) -> Iterator[pb.PutFrame]:
+def _put_frames(
+    begin: pb.PutBegin, objects: Iterable[ObjectBytes], faults: list[Exception]
+) -> Iterator[pb.PutFrame]:
+    """Frames of a Put; notes what the objects' `parts` raise."""
     yield pb.PutFrame(begin=begin)
     for item in objects:
         yield pb.PutFrame(object=item.announce)
-        for part in item.parts:
+        try:
+            parts = item.parts
+        except Exception as fault:
+            faults.append(fault)
+            raise
+        for part in parts:
             view = memoryview(part).cast("B")
             for at in range(0, len(view), CHUNK_BYTES):
                 yield pb.PutFrame(chunk=bytes(view[at : at + CHUNK_BYTES]))

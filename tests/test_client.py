@@ -190,6 +190,23 @@ def test_a_refusal_is_not_a_failure_of_the_store(client, address):
             list(client.fetch(NAMESPACE, b"", [span_range(Kind.KV, 5, 5)], timeout_s=20))
 
 
+@pytest.mark.parametrize("lanes", [True, False])
+def test_what_packing_raises_comes_out_and_does_not_count_against_the_store(address, lanes):
+    announce = pb.PutObject(kind=pb.KIND_KV, end_token=64, size_bytes=8192)
+
+    def fault():
+        raise ZeroDivisionError("packing")
+
+    with (
+        serve_in_thread(listen=address),
+        StoreClient(address, lanes=lanes, match_timeout_s=10) as client,
+    ):
+        for _ in range(4):
+            with pytest.raises(ZeroDivisionError):
+                client.put(NAMESPACE, PREFIX.tokens, [ObjectBytes(announce, fault)], timeout_s=20)
+        assert client.match(NAMESPACE, PREFIX.tokens).matched_tokens == 0
+
+
 def test_streams_that_stall_are_left_alone_while_lookups_go_on(client, clock, address):
     gate = threading.Event()
     with serve_in_thread(listen=address, before_rows=lambda kind: gate.wait(20), stall_limit_s=60):
