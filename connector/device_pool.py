@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
     Shape = tuple[int, int, int]
 
+HIDDEN_WINDOW_TOKENS = 2048
+"""Hiddens are kept this far back from a prompt's end, where the next one is likely to part."""
+
 
 @dataclass(slots=True)
 class _Object:

@@ -33,6 +33,11 @@ class DeviceRows:
         self._memory, self._slots, self._shape = memory, slots, shape
         self._release: Callable[[], None] | None = release
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of one unit."""
+        return self._shape[2]
+
     def __len__(self) -> int:
         """How many rows there are."""
         return len(self._slots) * self._shape[1]

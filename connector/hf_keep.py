@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from tailreplay.connector.device_pool import HIDDEN_WINDOW_TOKENS
 from tailreplay.store.objects import PAGE_TOKENS, Kind, ObjectName
 
 if TYPE_CHECKING:
@@ -16,9 +17,6 @@ if TYPE_CHECKING:
     from tailreplay.connector.hf_run import Prefilled
     from tailreplay.connector.payload import PayloadCodec
     from tailreplay.store.chain import PrefixChain
-
-HIDDEN_WINDOW_TOKENS = 2048
-"""Hiddens are kept this far back from a prompt's end, where the next one is likely to part."""
 
 
 def keep_on_device(

@@ -60,6 +60,15 @@ class VllmSettings(BaseModel):
     store_hiddens: Annotated[
         bool | None, Field(description="store hiddens; default: only where the mode uses them")
     ] = None
+    device_pool_bytes: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="memory of each rank's device for states, tails of hiddens and keys and "
+            "values used last, so that they are not loaded again, bytes; set aside with the "
+            "model, so vLLM plans with what is left; 0 = none",
+        ),
+    ] = 0
     strict: Annotated[
         bool, Field(description="approximate modes are refused with vLLM's prefix caching on")
     ] = True

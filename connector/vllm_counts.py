@@ -6,6 +6,9 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tailreplay.connector.vllm_meta import LoadedBytes
     from tailreplay.connector.vllm_plan import Tracked
 
 
@@ -46,6 +49,16 @@ class Counts:
     def load_failed(self, reason: str) -> None:
         """Counts a load that ends in a prefill."""
         self._counts[f"failed_loads:{reason}"] += 1
+
+    def not_stored(self, failed_puts: Mapping[str, int]) -> None:
+        """Counts prompts that were not stored, by reason."""
+        for reason, count in failed_puts.items():
+            self._counts[f"failed_puts:{reason}"] += count
+
+    def loaded(self, found: LoadedBytes) -> None:
+        """Counts what a load has brought."""
+        for tier, sizes in found.items():
+            self._counts[f"loaded_bytes:{tier}"] += sum(sizes.values())
 
     def _lookup(self, tracked: Tracked) -> None:
         if tracked.policy.mode == "off" or tracked.lookup_counted:

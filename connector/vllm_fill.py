@@ -15,7 +15,7 @@ from tailreplay.connector.vllm_prefill import Piece, Prefiller
 from tailreplay.store.objects import KV_BLOCK_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from tailreplay.connector.fetch_plan import FetchPlan
     from tailreplay.connector.payload import PayloadCodec
@@ -90,18 +90,15 @@ class Filler:
         op, plan = load.op, load.op.plan
         if plan.used_tokens % self._model.block_size(self._model.fa_gid[0]):
             self._model.clear_block(op.block_ids, plan.used_tokens)
-        layers = [self._codec.unpack_kv(load.rows(n)) for n in load.kv_numbers]
-        skip = op.local_tokens - load.kv_first
-        new = [(k[:, skip:], v[:, skip:]) for k, v in layers]
-        if new and new[0][0].shape[1]:
-            self._model.write_kv(op.block_ids, op.local_tokens, new)
+        if op.local_tokens < plan.prefill_from:
+            self._model.write_kv(op.block_ids, op.local_tokens, self._kv(load, op.local_tokens))
         blocks = self._model.state_blocks(op.block_ids, plan.used_tokens)
         self._install_state(load, blocks)
         filling = Filling(load, _compute_from(plan), blocks)
         self._filling[op.request_id] = filling
-        if layers and op.begin is not None and filling.block < plan.prefill_from:
-            tail = [torch.stack(pair)[:, :, filling.block - load.kv_first :] for pair in layers]
-            filling.rows.append(torch.stack(tail).transpose(2, 3))
+        if op.begin is not None and filling.block < plan.prefill_from:
+            tail = torch.stack([torch.stack(pair) for pair in self._kv(load, filling.block)])
+            filling.rows.append(tail.transpose(2, 3).to(self._model.local.device))
 
     def run_gaps(self) -> list[Filling]:
         """Runs the next pieces of all gaps and tails; returns the loads that are complete."""
@@ -114,6 +111,11 @@ class Filler:
     def restore_adapters(self) -> None:
         """As `Prefiller.restore_adapters`."""
         self._prefiller.restore_adapters()
+
+    def _kv(self, load: RankLoad, first: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values `[H, T, d]` from token `first` on, one layer at a time."""
+        for number in load.kv_numbers:
+            yield self._codec.unpack_kv(load.rows(number, first))
 
     def _install_state(self, load: RankLoad, blocks: tuple[int, ...]) -> None:
         if load.op.plan.checkpoint is None:
@@ -161,7 +163,8 @@ class Filler:
             for filling, piece in due:
                 rows = filling.load.rows(filling.load.hidden_numbers[number])
                 first = piece.first - filling.no_past
-                parts.append(self._codec.unpack_hidden(rows)[first : first + len(piece.ids)])
+                own = self._codec.unpack_hidden(rows)[first : first + len(piece.ids)]
+                parts.append(own.to(self._model.local.device))
             hidden[source] = torch.cat(parts)
         self._prefiller.replay([piece for _, piece in due], hidden)
         for filling, piece in due:

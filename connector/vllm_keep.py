@@ -19,6 +19,7 @@ from torch import Tensor
 from tailreplay.connector.outgoing import outgoing
 from tailreplay.connector.plan import plan_put
 from tailreplay.connector.stored import StoredPrefix
+from tailreplay.connector.vllm_unstored import Unstored
 from tailreplay.store.chain import PrefixChain
 from tailreplay.store.errors import StoreUnavailable, TailReplayError
 from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind
@@ -64,11 +65,15 @@ class Keeper:
         codec: payloads of the whole model.
         put_timeout_s: deadline of one write-back.
         tenant: digest of the tenant whose objects they are.
+
+    Attributes:
+        unstored: counts the prompts that stay unstored.
     """
 
     def __init__(
         self, client: StoreClient, codec: PayloadCodec, put_timeout_s: float, tenant: bytes = b""
     ) -> None:
+        self.unstored = Unstored()
         self._client = client
         self._codec = codec
         self._put_timeout_s = put_timeout_s
@@ -77,7 +82,6 @@ class Keeper:
         self._kept: dict[str, _Kept] = {}
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="tailreplay-put")
         self._waiting = threading.Semaphore(MAX_BACKLOG)
-        self.dropped_puts = 0
 
     def begin(self, request_id: str, begin: KeepBegin) -> None:
         """Starts a request, or starts it over after a preemption; rows it has are kept."""
@@ -138,10 +142,13 @@ class Keeper:
         if tokens is not None:
             kept.tokens = tokens
         if not self._waiting.acquire(blocking=False):
-            self.dropped_puts += 1
+            self.unstored.count("write_backlog")
             return
-        sent = self._cut(kept)
-        self._sender.submit(self._send, sent).add_done_callback(lambda _: self._waiting.release())
+        try:
+            self._sender.submit(self._send, self._cut(kept))
+        except BaseException:
+            self._waiting.release()
+            raise
 
     def forget(self, request_id: str) -> None:
         """Lets a request's rows go."""
@@ -168,21 +175,25 @@ class Keeper:
         return sent
 
     def _send(self, sent: _Kept) -> None:
-        """Runs on the sending thread; a failure is logged and nothing else."""
-        tokens = sent.tokens[: sent.end] if sent.kv else sent.tokens
-        chain = PrefixChain(sent.namespace, tokens)
+        """Runs on the sending thread; a failure is counted and logged, and nothing else."""
         try:
-            self._client.put(
-                sent.namespace,
-                tokens,
-                self._objects(sent, chain),
-                timeout_s=self._put_timeout_s,
-                tenant=self._tenant,
-            )
+            with self.unstored.guarded("a prompt was not sent"):
+                self._put(sent)
+        finally:
+            self._waiting.release()
+
+    def _put(self, sent: _Kept) -> None:
+        tokens = sent.tokens[: sent.end] if sent.kv else sent.tokens
+        objects = self._objects(sent, PrefixChain(sent.namespace, tokens))
+        timeout_s, tenant = self._put_timeout_s, self._tenant
+        try:
+            self._client.put(sent.namespace, tokens, objects, timeout_s=timeout_s, tenant=tenant)
         except StoreUnavailable as error:
             logger.debug("a prompt was not stored: %s", error)
+            self.unstored.count("store_down")
         except TailReplayError as error:
             logger.warning("the store refused a prompt: %s", error)
+            self.unstored.count("refused")
 
     def _objects(self, sent: _Kept, chain: PrefixChain) -> Iterator[ObjectBytes]:
         geometry = self._codec.geometry

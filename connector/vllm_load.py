@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from tailreplay.connector.device_load import names_along, skipped_rows
 from tailreplay.connector.load import Load, LoadFailed
 from tailreplay.connector.vllm_meta import LOCAL
 from tailreplay.proto import store_pb2 as pb
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tailreplay.connector.client import StoreClient
+    from tailreplay.connector.device_pool import DevicePool
+    from tailreplay.connector.device_rows import DeviceRows
     from tailreplay.connector.model_dims import ModelDims
     from tailreplay.connector.stored import StoredCheckpoint
     from tailreplay.connector.vllm_meta import LoadOp
@@ -29,6 +33,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FETCH_TIMEOUT_S = 120.0
+
+
+@dataclass(slots=True)
+class _Part:
+    """One range: what the GPU tier has of its beginning, and which fetched range is the rest.
+
+    `units` are the range's among those that this rank has in the tier.
+    """
+
+    wanted: pb.Range
+    units: slice
+    held: DeviceRows | None = None
+    taken: int = 0
+    number: int | None = None
 
 
 class RankLoad:
@@ -42,15 +60,23 @@ class RankLoad:
         local: shapes of this rank's share.
         first_kv_head: this rank's first KV head.
         rank: this rank.
+        pool: this rank's GPU tier; None without one.
 
     Attributes:
         op: as given.
-        kv_first: position of the first row of keys and values that is fetched.
-        ranges: what is fetched, in order.
+        kv_first: position of the first row of keys and values that is wanted.
+        ranges: what is wanted, in order.
+        left: what of that is fetched.
     """
 
     def __init__(
-        self, op: LoadOp, whole: ModelDims, local: ModelDims, first_kv_head: int, rank: int
+        self,
+        op: LoadOp,
+        whole: ModelDims,
+        local: ModelDims,
+        first_kv_head: int,
+        rank: int,
+        pool: DevicePool | None = None,
     ) -> None:
         self.op = op
         self.kv_first = _kv_first(op)
@@ -61,6 +87,14 @@ class RankLoad:
         self.state_numbers = range(len(state))
         self.hidden_numbers = range(len(state), len(state) + len(hidden))
         self.kv_numbers = range(len(state) + len(hidden), len(self.ranges))
+        self._parts = [
+            _Part(wanted, slice(number * wanted.units, (number + 1) * wanted.units))
+            for kind in (state, hidden, kv)
+            for number, wanted in enumerate(kind)
+        ]
+        if pool is not None:
+            self._hold(pool)
+        self.left = self._rest()
         self.load: Load | None = None
 
     def start(
@@ -70,10 +104,13 @@ class RankLoad:
         stall_timeout_s: float,
         over: Callable[[str, str | None], None],
     ) -> None:
-        """Begins to fetch; calls `over(request_id, reason)` from a thread, None = all is here."""
+        """Begins to fetch; calls `over(request_id, reason)`, from a thread; None = all is here."""
+        if not self.left:
+            over(self.op.request_id, None)
+            return
         chain = PrefixChain(self.op.namespace, self.op.tokens)
         load = Load(
-            self.ranges,
+            self.left,
             geometry,
             chain,
             stall_timeout_s=stall_timeout_s,
@@ -86,28 +123,89 @@ class RankLoad:
 
         threading.Thread(target=fetch, name="tailreplay-load", daemon=True).start()
 
-    def rows(self, number: int) -> Tensor:
-        """A range that has come, `[units, rows, row bytes]` uint8."""
-        assert self.load is not None
-        return torch.from_numpy(self.load.buffers[number])
+    def rows(self, number: int, first: int | None = None, end: int | None = None) -> Tensor:
+        """Rows [first, end) of a range that has come, `[units, rows, row bytes]` uint8.
+
+        On the device where the GPU tier has some of them, else on the host.
+        """
+        part = self._parts[number]
+        at = part.wanted.first_token
+        start = 0 if first is None else first - at
+        stop = part.wanted.end_token - at if end is None else end - at
+        found = []
+        if start < part.taken:
+            assert part.held is not None
+            skipped = skipped_rows(part.wanted)
+            inside = (start + skipped, min(stop, part.taken) + skipped)
+            found.append(part.held.rows(part.units, *inside))
+        if stop > part.taken or not found:
+            assert self.load is not None
+            assert part.number is not None
+            buffer = torch.from_numpy(self.load.buffers[part.number])
+            rest = buffer[:, max(0, start - part.taken) : stop - part.taken]
+            found.append(rest.to(found[0].device) if found else rest)
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+    def bytes_by_tier(self) -> dict[str, dict[str, int]]:
+        """Payload bytes that have come, by tier ('gpu', 'cpu', 'redis') and kind."""
+        found: dict[str, dict[str, int]] = {}
+        for part in self._parts:
+            if part.held is not None:
+                sizes = found.setdefault("gpu", {})
+                kind = Kind(part.wanted.kind).name.lower()
+                size = part.taken * part.wanted.units * part.held.row_bytes
+                sizes[kind] = sizes.get(kind, 0) + size
+        fetched = {} if self.load is None else self.load.bytes_by_tier()
+        for (tier, of), size in fetched.items():
+            found.setdefault(tier, {})[of.name.lower()] = size
+        return found
 
     def cancel(self) -> None:
-        """Ends the fetch."""
+        """Ends the fetch, and lets the GPU tier have its rows back."""
         if self.load is not None:
             self.load.cancel()
+        self.release()
+
+    def release(self) -> None:
+        """Lets the GPU tier have its rows back: no more of them are read."""
+        for part in self._parts:
+            if part.held is not None:
+                part.held.release()
+
+    def _hold(self, pool: DevicePool) -> None:
+        """Takes into use what the GPU tier has; the state last, so that it goes last."""
+        chain = PrefixChain(self.op.namespace, self.op.tokens)
+        for part in reversed(self._parts):
+            wanted = part.wanted
+            part.held = pool.hold(names_along(wanted, chain))
+            if part.held is not None:
+                rows = len(part.held) - skipped_rows(wanted)
+                part.taken = min(rows, wanted.end_token - wanted.first_token)
+
+    def _rest(self) -> list[pb.Range]:
+        """What is left to fetch."""
+        left: list[pb.Range] = []
+        for part in self._parts:
+            wanted = part.wanted
+            if wanted.first_token + part.taken == wanted.end_token:
+                continue
+            rest = pb.Range()
+            rest.CopyFrom(wanted)
+            rest.first_token += part.taken
+            part.number = len(left)
+            left.append(rest)
+        return left
 
     def _fetch(self, client: StoreClient, load: Load) -> str | None:
         """Waits for every range; returns the reason if one does not come."""
-        if not self.ranges:
-            return None
         try:
             stream = client.fetch(
-                self.op.namespace, self.op.leaf, self.ranges, timeout_s=_FETCH_TIMEOUT_S
+                self.op.namespace, self.op.leaf, self.left, timeout_s=_FETCH_TIMEOUT_S
             )
             threading.Thread(
                 target=load.run, args=(stream,), name="tailreplay-read", daemon=True
             ).start()
-            for number in range(len(self.ranges)):
+            for number in range(len(self.left)):
                 load.wait(number)
         except LoadFailed as failure:
             load.cancel()

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from tailreplay.connector.fetch_plan import FetchPlan
     from tailreplay.store.tokens import ExtendedTokens
 
+LoadedBytes = dict[str, dict[str, int]]
+"""Bytes by tier and kind."""
+
 IDLE_S = 0.005
 """Longest wait in a step that runs no forward, seconds."""
 
@@ -146,11 +149,19 @@ class WorkerNews:
         fetched: ranks whose bytes are in, by request.
         failed: ranks whose load failed, by request.
         reasons: why, by request.
+        loaded: bytes that have come, by request, tier ('gpu', 'cpu', 'redis') and kind.
+        failed_puts: prompts that were not stored, by reason.
     """
 
     fetched: dict[str, int] = field(default_factory=dict)
     failed: dict[str, int] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+    loaded: dict[str, LoadedBytes] = field(default_factory=dict)
+    failed_puts: dict[str, int] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to say."""
+        return bool(self.fetched or self.failed or self.failed_puts)
 
     def aggregate(self, other: WorkerNews) -> WorkerNews:
         """Adds up two ranks' news; called by vLLM."""
@@ -158,8 +169,18 @@ class WorkerNews:
             _added(self.fetched, other.fetched),
             _added(self.failed, other.failed),
             {**other.reasons, **self.reasons},
+            {
+                name: added_bytes(self.loaded.get(name, {}), other.loaded.get(name, {}))
+                for name in {**self.loaded, **other.loaded}
+            },
+            _added(self.failed_puts, other.failed_puts),
         )
 
 
 def _added(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
     return {key: a.get(key, 0) + b.get(key, 0) for key in {**a, **b}}
+
+
+def added_bytes(a: LoadedBytes, b: LoadedBytes) -> LoadedBytes:
+    """Both together."""
+    return {tier: _added(a.get(tier, {}), b.get(tier, {})) for tier in {**a, **b}}

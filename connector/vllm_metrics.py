@@ -34,12 +34,19 @@ BY_REASON = {
     "lost_tokens": "Tokens that matched and could not be used, by reason.",
     "failed_lookups": "Lookups without an answer, by reason: those prompts are prefilled.",
     "failed_loads": "Loads that ended in a prefill, by reason; at most `loads`.",
+    "failed_puts": "Prompts that were not stored, by reason; `fault` is one of ours, and logged.",
 }
 """Help texts of the counters by reason."""
 
 
+BY_TIER = {
+    "loaded_bytes": "Bytes that loads have brought, by tier: gpu = the device's own pool.",
+}
+"""Help texts of the counters by tier."""
+
+
 class TailReplayStats(KVConnectorStats):  # type: ignore[misc] # vLLM is untyped
-    """Counts since the last step, by name; those with a reason as `name:reason`."""
+    """Counts since the last step, by name; those with a reason or tier as `name:reason`."""
 
     def reset(self) -> None:
         """Forgets all counts."""
@@ -73,8 +80,11 @@ class TailReplayMetrics(KVConnectorPromMetrics):  # type: ignore[misc] # vLLM is
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         counter = metric_types[prometheus_client.Counter]
         self._plain = {n: counter(PREFIX + n, text, labelnames) for n, text in PLAIN.items()}
-        labels = [*labelnames, "reason"]
-        self._by_reason = {n: counter(PREFIX + n, text, labels) for n, text in BY_REASON.items()}
+        self._labelled = {
+            name: counter(PREFIX + name, text, [*labelnames, label])
+            for label, texts in (("reason", BY_REASON), ("tier", BY_TIER))
+            for name, text in texts.items()
+        }
         self._up = metric_types[prometheus_client.Gauge](
             PREFIX + STORE_UP,
             "1 if the last lookup was answered by the store; 0: every prompt is prefilled.",
@@ -85,10 +95,10 @@ class TailReplayMetrics(KVConnectorPromMetrics):  # type: ignore[misc] # vLLM is
         """Adds one step's counts."""
         engine = self.per_engine_labelvalues[engine_idx]
         for key, count in transfer_stats_data.items():
-            name, _, reason = key.partition(":")
+            name, _, label = key.partition(":")
             if name == STORE_UP:
                 self._up.labels(*engine).set(count)
-            elif reason:
-                self._by_reason[name].labels(*engine, reason).inc(count)
+            elif label:
+                self._labelled[name].labels(*engine, label).inc(count)
             else:
                 self._plain[name].labels(*engine).inc(count)

@@ -17,7 +17,7 @@ from tailreplay.replay.groups import LINEAR
 from tailreplay.replay.linear_state import LinearState
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from tailreplay.connector.vllm_capture import Capture
     from tailreplay.connector.vllm_meta import BlockIds
@@ -123,7 +123,7 @@ class VllmModel:
         return (blocks[positions // size] * size + positions % size).to(self.local.device)
 
     def write_kv(
-        self, block_ids: BlockIds, first: int, layers: Sequence[tuple[Tensor, Tensor]]
+        self, block_ids: BlockIds, first: int, layers: Iterable[tuple[Tensor, Tensor]]
     ) -> None:
         """Puts keys and values `[H, T, d]` of every FA layer into the cache, from token `first`."""
         for attention, gid, (keys, values) in zip(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tailreplay.connector.fetch_plan import FetchPlan, ModelShape
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from tailreplay.connector.policy import CachePolicy
     from tailreplay.connector.vllm_local import LocalState
+    from tailreplay.connector.vllm_meta import LoadedBytes
     from tailreplay.store.tokens import ExtendedTokens
 
 
@@ -44,6 +45,7 @@ class Tracked:
         lookup_counted: whether the lookup is in the metrics.
         begun: whether its rows are being kept.
         last_state: token of the last state that was kept.
+        loaded: bytes that its loads have brought, of all ranks.
     """
 
     request: Any
@@ -62,6 +64,7 @@ class Tracked:
     lookup_counted: bool = False
     begun: bool = False
     last_state: int = 0
+    loaded: LoadedBytes = field(default_factory=dict)
 
     @property
     def exact(self) -> bool:
@@ -147,4 +150,5 @@ def report(tracked: Tracked) -> dict[str, Any]:
         "recomputed_tokens": plan.recomputed_tokens,
         "checkpoint_token": plan.checkpoint_token,
         "lost": dict(plan.lost),
+        "bytes": tracked.loaded,
     }

@@ -119,6 +119,7 @@ def _attach(model: Any, vllm_config: Any) -> None:
     """Gives a freshly built inner model its buffers."""
     from tailreplay.connector.vllm_capture import Capture
 
+    settings = settings_of(vllm_config)
     kinds = model.config.layer_types
     groups = replay_groups(kinds)
     sources = tuple(g.source for g in groups if g.source is not None)
@@ -126,10 +127,14 @@ def _attach(model: Any, vllm_config: Any) -> None:
         vllm_config.scheduler_config.max_num_batched_tokens,
         vllm_config.compilation_config.max_cudagraph_capture_size or 0,
     )
+    if settings.device_pool_bytes:
+        # With the model, so that vLLM counts it before it hands out the rest of the device.
+        memory = torch.empty(settings.device_pool_bytes, dtype=torch.uint8)
+        model.register_buffer("tailreplay_pool", memory, persistent=False)
     Capture(
         model,
         tuple(i for i, kind in enumerate(kinds) if kind == FULL),
-        sources if settings_of(vllm_config).keeps_hiddens else (),
+        sources if settings.keeps_hiddens else (),
         rows + _PADDING_ROWS,
         vllm_config.model_config.dtype,
     )

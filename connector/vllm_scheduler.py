@@ -15,7 +15,7 @@ from tailreplay.connector.vllm_config import settings_of
 from tailreplay.connector.vllm_counts import Counts
 from tailreplay.connector.vllm_local import LocalStates
 from tailreplay.connector.vllm_lookup import Lookups, rest
-from tailreplay.connector.vllm_meta import LOCAL, LoadOp, StepOps, WorkerNews
+from tailreplay.connector.vllm_meta import LOCAL, LoadOp, StepOps, WorkerNews, added_bytes
 from tailreplay.connector.vllm_model import state_sizes
 from tailreplay.connector.vllm_names import prompt_tokens
 from tailreplay.connector.vllm_plan import Tracked, hit_plan, model_shape, report
@@ -238,6 +238,11 @@ class SchedulerSide:
         for request_id, reason in news.reasons.items():
             if (tracked := self._tracked.get(request_id)) is not None:
                 tracked.failed = reason
+        for request_id, loaded in news.loaded.items():
+            self._counts.loaded(loaded)
+            if (tracked := self._tracked.get(request_id)) is not None:
+                tracked.loaded = added_bytes(tracked.loaded, loaded)
+        self._counts.not_stored(news.failed_puts)
 
     def _answers(self) -> list[tuple[str, int]]:
         names = {**self._fetched, **self._broken}

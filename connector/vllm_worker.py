@@ -13,6 +13,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from tailreplay.connector.client import StoreClient
+from tailreplay.connector.device_pool import DevicePool
 from tailreplay.connector.payload import PayloadCodec
 from tailreplay.connector.vllm_config import settings_of
 from tailreplay.connector.vllm_fill import Filler
@@ -20,6 +21,7 @@ from tailreplay.connector.vllm_keep import Keeper
 from tailreplay.connector.vllm_load import RankLoad
 from tailreplay.connector.vllm_meta import IDLE_S, StepOps, WorkerNews
 from tailreplay.connector.vllm_model import Shard, VllmModel
+from tailreplay.connector.vllm_pool import RankPool
 from tailreplay.connector.vllm_take import Taker
 from tailreplay.store.namespace import tenant_digest
 
@@ -55,7 +57,8 @@ class WorkerSide:
             credentials=self._settings.credentials,
         )
         self._keeper = self._new_keeper() if shard.rank == 0 else None
-        self._taker = Taker(self._model, local, self._keeper)
+        self._pool = self._new_pool(vllm_config)
+        self._taker = Taker(self._model, local, self._keeper, self._pool)
         step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._filler = Filler(self._model, local, min(self._settings.max_step_tokens, step_tokens))
         # Loads by request until they are reported.
@@ -77,6 +80,7 @@ class WorkerSide:
                 self._model.local,
                 self._model.shard.first_kv_head,
                 self._model.shard.rank,
+                None if self._pool is None else self._pool.pool,
             )
             self._loads[op.request_id] = load
             if op.starts_locally and op.local_state is None:
@@ -127,14 +131,16 @@ class WorkerSide:
         news = WorkerNews()
         while self._over:
             request_id, reason = self._over.popleft()
-            if request_id not in self._loads:
+            if (load := self._loads.get(request_id)) is None:
                 continue
+            news.loaded[request_id] = load.bytes_by_tier()
             if reason is None:
                 news.fetched[request_id] = 1
             else:
                 news.failed[request_id] = 1
                 news.reasons[request_id] = reason
-        return news if news.fetched or news.failed else None
+        news.failed_puts = self._taker.take_failed()
+        return news or None
 
     def close(self) -> None:
         """Ends fetches, sends what is waiting, gives the connection back."""
@@ -147,6 +153,15 @@ class WorkerSide:
     def _new_keeper(self) -> Keeper:
         tenant = tenant_digest(self._settings.tenant)
         return Keeper(self._client, self._whole, self._settings.put_timeout_s, tenant)
+
+    def _new_pool(self, vllm_config: Any) -> RankPool | None:
+        """The GPU tier, in the memory that was set aside with the model."""
+        memory = getattr(self._model.inner, "tailreplay_pool", None)
+        if memory is None:
+            return None
+        logger.info("GPU tier of %d bytes on %s", len(memory), memory.device)
+        caching = vllm_config.cache_config.enable_prefix_caching
+        return RankPool(DevicePool(memory), computed_kv=not caching)
 
     def _arrived(self, request_id: str, reason: str | None) -> None:
         """Called by a fetching thread."""
@@ -169,6 +184,7 @@ class WorkerSide:
         del self._loads[request_id]
         self._done.add(request_id)
         self._taker.boundary(filling)
+        filling.load.release()
 
 
 def _shard(vllm_config: Any) -> Shard:

@@ -192,7 +192,7 @@ def test_a_refusal_is_not_a_failure_of_the_store(client, address):
 
 @pytest.mark.parametrize("lanes", [True, False])
 def test_what_packing_raises_comes_out_and_does_not_count_against_the_store(address, lanes):
-    announce = pb.PutObject(kind=pb.KIND_KV, end_token=64, size_bytes=8192)
+    announce = pb.PutObject(kind=pb.KIND_KV, end_token=256, size_bytes=8192)
 
     def fault():
         raise ZeroDivisionError("packing")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,13 +18,13 @@ from vllm_models import (
     qwen35,
     qwen35_with_vision,
 )
+from vllm_prompts import branch, tokens, worst
 
 from tailreplay.store import serve_in_thread
 from tailreplay.store.objects import Kind
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
-VOCAB = 512
 HIT_TOKENS = (65, 256, 257, 777, 1234)
 
 
@@ -44,26 +43,6 @@ class Gate:
 
     def open(self) -> None:
         self._open.set()
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(VOCAB) for _ in range(count)]
-
-
-def branch(prompt: list[int], m: int, more: int = 100, turn: int = 1) -> list[int]:
-    """A prompt that shares exactly m tokens with `prompt`, and with branches of other turns."""
-    return prompt[:m] + [(t + turn) % VOCAB for t in prompt[m : m + more]]
-
-
-def worst(got: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> float:
-    """Largest difference of first-token log probabilities."""
-    pairs = zip(got, wanted, strict=True)
-    return max(
-        abs(a - b)
-        for g, w in pairs
-        for a, b in zip(g["first_logprobs"], w["first_logprobs"], strict=True)
-    )
 
 
 @pytest.fixture(scope="module")
@@ -413,6 +392,25 @@ def test_preempted_requests_come_back_and_hit(start: Callable[..., Any]):
     assert [len(d["tokens"]) for d in done] == [300] * 4
     assert worst(done, alone) < 0.3
     assert cramped.free_blocks() == free
+
+
+def test_a_fault_in_storing_fails_no_request_and_is_told_once(
+    start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+):
+    engine = start(model=qwen35(tmp_path_factory.mktemp("broken"), layers=4))
+    prompts = [tokens(300, seed=seed) for seed in (50, 51, 52)]
+    sound = [engine.generate(prompts=[p], tokens=70, mode="off")[0]["tokens"] for p in prompts]
+    for part in ("sent", "taken"):
+        getattr(engine, "break_sending" if part == "sent" else "break_taking")()
+        found = [engine.generate(prompts=[p], tokens=70)[0] for p in prompts]
+        assert [one["tokens"] for one in found] == sound
+        assert {one["cached"] for one in found} == {0}
+    assert engine.left_over() == 0
+    assert engine.metric(name="vllm:tailreplay_failed_puts", reason="fault") >= 2 * len(prompts)
+    log = engine.log.read_text()
+    assert log.count("KeyError") == log.count("a prompt was not sent") == 1
+    assert log.count("rows were not taken") == log.count("the end of an answer was not") == 1
+    assert log.count("AttributeError: 'NoneType'") == 2
 
 
 def test_engines_of_any_tensor_parallel_size_share(start: Callable[..., Any], eager: Any):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from tailreplay.connector.load import Load
 from tailreplay.connector.payload import PayloadCodec
 from tailreplay.connector.stored import StoredCheckpoint
 from tailreplay.connector.vllm_config import check_supported, is_tested, settings_of
-from tailreplay.connector.vllm_keep import Keeper
+from tailreplay.connector.vllm_keep import MAX_BACKLOG, Keeper
 from tailreplay.connector.vllm_load import RankLoad
 from tailreplay.connector.vllm_lora import Adapters
 from tailreplay.connector.vllm_meta import KeepBegin, KeepOp, LoadOp, StepOps, WorkerNews
@@ -144,6 +145,11 @@ def test_news_of_ranks_add_up():
     two = WorkerNews({"a": 1, "b": 1}, {}, {})
     total = one.aggregate(two)
     assert total == WorkerNews({"a": 2, "b": 1}, {"b": 1}, {"b": "evicted"})
+    mine = WorkerNews(loaded={"a": {"gpu": {"kv": 1}}}, failed_puts={"fault": 1})
+    more = {"a": {"gpu": {"kv": 2, "checkpoint": 4}, "cpu": {"kv": 8}}, "b": {}}
+    total = mine.aggregate(WorkerNews(loaded=more, failed_puts={"fault": 1, "refused": 2}))
+    assert total.loaded == {"a": {"gpu": {"kv": 3, "checkpoint": 4}, "cpu": {"kv": 8}}, "b": {}}
+    assert total.failed_puts == {"fault": 2, "refused": 2}
 
 
 def test_tokens_and_names_are_not_in_what_vllm_logs():
@@ -261,6 +267,46 @@ def test_rows_behind_a_hole_are_not_stored():
         keeper.put("r")
         keeper.close()
         assert stored_kv(client, tokens) == 0
+
+
+@pytest.mark.parametrize("lanes", [True, False])
+def test_a_prompt_that_can_not_be_packed_is_counted_told_once_and_harms_no_other(
+    caplog: Any, lanes: bool
+):
+    tokens = extended_tokens(list(range(300)))
+    with serve_in_thread() as server, StoreClient(server.address, lanes=lanes) as client:
+        keeper = Keeper(client, PayloadCodec(dims()), 5.0)
+        for n in range(MAX_BACKLOG + 2):  # each gives its place in the backlog back
+            keeper.begin(f"bad{n}", begin_of(tokens))
+            keeper.add_rows(f"bad{n}", 0, rows(0, 300).to("meta"), None)
+            keeper.put(f"bad{n}")
+            keeper._sender.submit(lambda: None).result()
+        keeper.begin("refused", begin_of(tokens))
+        keeper.add_rows("refused", 0, rows(0, 300)[:, :, :, :1], None)
+        keeper.put("refused")
+        keeper.begin("good", begin_of(tokens))
+        keeper.add_rows("good", 0, rows(0, 300), None)
+        keeper.put("good")
+        keeper.close()
+        assert keeper.unstored.take() == {"fault": MAX_BACKLOG + 2, "refused": 1}
+        assert keeper.unstored.take() == {}
+        assert stored_kv(client, tokens) == 300
+    told = [r for r in caplog.records if "was not sent" in r.message and r.levelname == "ERROR"]
+    assert [str(record.exc_info[1])[:30] for record in told] == ["can't convert meta device type"]
+
+
+def test_a_prompt_for_which_the_backlog_has_no_room_is_counted():
+    with serve_in_thread() as server, StoreClient(server.address) as client:
+        keeper = Keeper(client, PayloadCodec(dims()), 5.0)
+        gate = threading.Event()
+        keeper._sender.submit(gate.wait, 20)
+        tokens = extended_tokens(list(range(300)))
+        keeper.begin("r", begin_of(tokens))
+        for _ in range(MAX_BACKLOG + 1):
+            keeper.put("r")
+        gate.set()
+        keeper.close()
+        assert keeper.unstored.take() == {"write_backlog": 1}
 
 
 def test_a_rank_s_state_units_are_those_of_its_key_heads():

@@ -179,7 +179,14 @@ class Child:
         side, worker = self.scheduler().connector._scheduler, self._worker()
         kept = (side._tracked, side._fetched, side._broken, side._locals)
         kept += (worker._loads, worker._filler, worker._over, worker._keeper._kept)
+        if worker._pool is not None:
+            pool = worker._pool.pool
+            kept += (worker._pool, [one for one in pool._objects.values() if one.holds])
         return sum(len(each) for each in kept)
+
+    def pool_bytes(self) -> int:
+        """Bytes taken in the GPU tier."""
+        return int(self._worker()._pool.pool.used_bytes)
 
     def abort(self, names: list[str]) -> None:
         """Aborts requests, then steps until the scheduler has let go of them."""
@@ -196,9 +203,10 @@ class Child:
         locals_ = self.scheduler().connector._scheduler._locals
         return 0 if locals_ is None else len(locals_)
 
-    def metric(self, name: str) -> float:
-        """Value of one of vLLM's own counters."""
-        return sum(m.value for m in self.llm.get_metrics() if m.name == name)
+    def metric(self, name: str, **labels: str) -> float:
+        """Value of one of vLLM's own counters, summed over labels that are not named."""
+        found = [m for m in self.llm.get_metrics() if m.name == name]
+        return sum(m.value for m in found if m.labels.items() >= labels.items())
 
     def preempt(self, prompt: list[int], times: int) -> dict[str, Any]:
         """Runs a request that is preempted, and readmitted, `times` times before it may end.
@@ -213,6 +221,14 @@ class Child:
         done = self.run()[name]
         self.settle()
         return done
+
+    def break_sending(self) -> None:
+        """From now on nothing can be packed for the store: its thread meets a KeyError."""
+        self._worker()._keeper._codec.geometry.clear()
+
+    def break_taking(self) -> None:
+        """From now on no state can be taken off the worker: its main thread meets an error."""
+        self._worker()._taker._codec = None
 
     def preemptions(self) -> float:
         """Preemptions so far."""
