@@ -1,4 +1,4 @@
-"""The engine end to end on the families beside Qwen3.5, which `test_hf_engine.py` has at length."""
+"""The engine end to end on the families beside Qwen3.5, which `tests/hf_engine` has at length."""
 
 import pytest
 from case_helpers import STORE, ask, assert_reused, assert_right, fork, policy, prompt, replica
