@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import fuzz_frames
+import fuzz_stored
 import grpc
 import pytest
-from fuzz_frames import WrongHit, run
+from fuzz_frames import run
+from fuzz_golden import WrongHit
 from store_objects import Prefix, put_frames
 
 import tailreplay.store
@@ -40,7 +42,7 @@ def test_ten_thousand_mutated_frames_do_no_harm():
     ],
 )
 def test_a_check_that_is_left_out_is_found(monkeypatch, broken, stand_in):
-    monkeypatch.setattr(fuzz_frames, broken, stand_in)
+    monkeypatch.setattr(fuzz_stored, broken, stand_in)
     with pytest.raises(AssertionError):
         run(2000, seed=85)
 
