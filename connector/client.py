@@ -25,7 +25,6 @@ from tailreplay.store.tokens import to_wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from types import TracebackType
 
     from tailreplay.connector.lane_stream import LaneStream
     from tailreplay.connector.step import ReportDamage
@@ -154,12 +153,7 @@ class StoreClient:
     def __enter__(self) -> StoreClient:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def connect(self, timeout_s: float) -> bool:

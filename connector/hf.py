@@ -37,7 +37,6 @@ from tailreplay.store.tokens import extended_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import TracebackType
 
     from torch import Tensor
 
@@ -153,12 +152,7 @@ class HybridEngine:
     def __enter__(self) -> HybridEngine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def generate(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind, ObjectName, Provenance
+from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind, ObjectName, Provenance, block_start
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,13 +83,13 @@ class Arrivals:
         if kind is Kind.CHECKPOINT:
             record = self._index.checkpoint_of(prompt, end_token)
             return record, self._index.trees.homes(record)[0]
-        first = (end_token - 1) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
+        first = block_start(end_token)
         node = self._index.insert(prompt, min(first + KV_BLOCK_TOKENS, len(prompt)))
         return self._index.record_on(node, kind, end_token), node
 
     def _is_too_far(self, prompt: Prompt, end_token: int) -> bool:
         """Whether an object needs more blocks without keys and values than the index takes."""
-        first = (end_token - 1) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
+        first = block_start(end_token)
         absent = self._index.absent_blocks(prompt, first)
         bare = len(self._index) - self._sums.kv_blocks
         return absent > 0 and bare + absent > _BARE_BLOCKS + self._sums.kv_blocks

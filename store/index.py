@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from tailreplay.store.blocks import NONE, PAGES
 from tailreplay.store.foreign import Foreign
-from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Kind, ObjectName
+from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Kind, ObjectName, block_start
 from tailreplay.store.paths import Paths
 from tailreplay.store.placement import placing_token
 from tailreplay.store.runs import runs_along
@@ -170,7 +170,7 @@ class TokenIndex:
         space = self.trees.spaces.get(prompt.namespace)
         if space is None:
             return None
-        first = _block_start(end_token)
+        first = block_start(end_token)
         parent = space.blocks.get(prompt.chain.prefix_hash(first), NONE) if first else space.root
         if parent == NONE:
             return None
@@ -192,7 +192,7 @@ class TokenIndex:
 
     def checkpoint_of(self, prompt: Prompt, end_token: int) -> Record:
         """The record of the state after a prompt's first tokens; made if it is new."""
-        first = _block_start(end_token)
+        first = block_start(end_token)
         parent = self.insert(prompt, first)
         name = prompt.name(Kind.CHECKPOINT, end_token)
         digest = prompt.digests_of(end_token - 1, end_token)
@@ -207,7 +207,7 @@ class TokenIndex:
         """
         end = record.end_token
         if record.name.kind is Kind.CHECKPOINT:
-            self._checkpoints.adopt(record.row, prompt.codes(_block_start(end), end))
+            self._checkpoints.adopt(record.row, prompt.codes(block_start(end), end))
         elif record.name.kind is Kind.KV:
             self._known(self.trees.spaces[prompt.namespace], prompt, end)
 
@@ -249,8 +249,3 @@ class TokenIndex:
 def _block_end(end_token: int, back: int) -> int:
     """Where a block of a prefix ends, so many blocks before its last."""
     return min(end_token, (-(-end_token // KV_BLOCK_TOKENS) - back) * KV_BLOCK_TOKENS)
-
-
-def _block_start(end_token: int) -> int:
-    """Where the block begins in which a prefix ends."""
-    return (end_token - 1) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS

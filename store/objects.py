@@ -16,6 +16,11 @@ KV_BLOCK_TOKENS = 256
 """Tokens in a full `kv` block."""
 
 
+def block_start(end_token: int) -> int:
+    """Where the `kv` block begins in which a prefix of `end_token` tokens ends."""
+    return (end_token - 1) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
+
+
 class Kind(enum.IntEnum):
     """What a stored object holds. The numbers are part of the stored format and of the proto."""
 

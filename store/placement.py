@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Kind
+from tailreplay.store.objects import KV_BLOCK_TOKENS, PAGE_TOKENS, Kind, block_start
 
 SEGMENT_BLOCKS = 64
 SEGMENT_TOKENS = SEGMENT_BLOCKS * KV_BLOCK_TOKENS
@@ -54,7 +54,7 @@ def placing_token(kind: Kind, end_token: int) -> int:
     """
     if kind is Kind.CHECKPOINT:
         # With the block before the one in which it ends, whose manifest speaks of it.
-        end_token = (end_token - 1) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS or end_token
+        end_token = block_start(end_token) or end_token
     first = max(end_token - 1, 0) // SEGMENT_TOKENS * SEGMENT_TOKENS
     return min(first + PAGE_TOKENS, end_token)
 
