@@ -35,6 +35,7 @@ from tailreplay.store.tokens import extended_tokens
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tailreplay.store.credentials import Credentials
     from tailreplay.store.server import StoreServer
 
 LOGITS_BOUND = 1e-4
@@ -84,6 +85,15 @@ def ask(engine: HybridEngine, tokens: Tokens, **how: Any) -> Generation:
     assert engine.flush(60)
     assert_sums(out.report)
     return out
+
+
+def ask_as(server: StoreServer, credentials: Credentials, tokens: Tokens) -> Generation:
+    """As `ask`, of a replica of its own that has these credentials."""
+    with (
+        StoreClient(server.address, credentials=credentials, match_timeout_s=WAIT_S) as client,
+        replica(client) as engine,
+    ):
+        return ask(engine, tokens)
 
 
 def assert_sums(report: dict[str, Any]) -> None:

@@ -6,11 +6,10 @@ from contextlib import contextmanager
 import grpc
 import pytest
 from store_objects import Prefix, put_frames
-from tokens_file import TENANTS, bearer, write_tokens
+from tokens_file import bearer, serve_tenants
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.proto import store_pb2_grpc as rpc
-from tailreplay.store import serve_in_thread
 from tailreplay.store.namespace import tenant_digest
 
 ACME, RIVAL = tenant_digest("acme"), tenant_digest("rival")
@@ -23,8 +22,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(folder):
-    tokens = write_tokens(folder / "tokens.json", **TENANTS)
-    with serve_in_thread(token_file=tokens, pool_bytes=8 << 20) as running:
+    with serve_tenants(folder, pool_bytes=8 << 20) as running:
         yield running
 
 

@@ -4,11 +4,10 @@ import json
 
 import pytest
 from store_objects import Prefix, put_frames
-from tokens_file import TENANTS, bearer, write_tokens
+from tokens_file import bearer, serve_tenants
 from typer.testing import CliRunner
 
 from tailreplay.proto import store_pb2_grpc as rpc
-from tailreplay.store import serve_in_thread
 from tailreplay.store.cli import app
 
 SPACE = bytes(range(32))
@@ -23,8 +22,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(folder):
-    tokens = write_tokens(folder / "tokens.json", **TENANTS)
-    with serve_in_thread(token_file=tokens, pool_bytes=16 << 20) as running:
+    with serve_tenants(folder, pool_bytes=16 << 20) as running:
         for name, prefix in (("root", SYSTEM), ("acme", OWN)):
             with bearer(folder, name).channel(running.address, []) as channel:
                 rpc.StoreStub(channel).Put(put_frames(prefix), timeout=20)

@@ -9,7 +9,7 @@ import lane_objects
 import pytest
 from lane_objects import WAIT_S
 from store_objects import Client, Prefix, put_frames, span_range
-from tokens_file import TENANTS, bearer, write_tokens
+from tokens_file import bearer, serve_tenants
 from waiting import until
 
 from tailreplay.connector.client import StoreClient
@@ -32,11 +32,10 @@ def client_of(server, folder, name, **how):
 
 
 def test_one_tenant_does_not_take_every_stream(tmp_path):
-    file = write_tokens(tmp_path / "tokens.json", **TENANTS)
     gate = threading.Event()
     with (
-        serve_in_thread(
-            token_file=file,
+        serve_tenants(
+            tmp_path,
             max_workers=6,  # four streams, two of them for one tenant
             stall_limit_s=60,
             before_rows=lambda _: gate.wait(WAIT_S),
@@ -91,9 +90,8 @@ def test_a_put_that_drips_is_cut_off_over_grpc_as_well():
 @pytest.mark.parametrize("lanes", [True, False])
 def test_recycled_memory_shows_nothing_of_whoever_had_it_before(tmp_path, lanes):
     """A rival gets the very memory that acme's objects lay in, and reads all that it can."""
-    file = write_tokens(tmp_path / "tokens.json", **TENANTS)
     with (
-        serve_in_thread(token_file=file, pool_bytes=8 << 20) as server,
+        serve_tenants(tmp_path, pool_bytes=8 << 20) as server,
         client_of(server, tmp_path, "acme", lanes=lanes) as acme,
         client_of(server, tmp_path, "rival", lanes=lanes) as rival,
     ):

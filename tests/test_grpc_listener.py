@@ -7,7 +7,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from store_objects import Prefix, put_frames
-from tokens_file import TENANTS, bearer, write_tokens
+from tokens_file import bearer, serve_tenants
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import grpc_listener, serve_in_thread
@@ -43,9 +43,8 @@ def test_a_call_that_is_never_over_does_not_keep_a_server_from_stopping(
 
 
 def test_strangers_may_ask_for_health_and_nobody_watches_it(tmp_path):
-    file = write_tokens(tmp_path / "tokens.json", **TENANTS)
     metadata = bearer(tmp_path, "root").metadata()
-    with serve_in_thread(token_file=file) as server:
+    with serve_tenants(tmp_path) as server:
         for address in (server.address, server.admin_address):
             with grpc.insecure_channel(address) as channel:
                 stub = health_pb2_grpc.HealthStub(channel)
@@ -81,7 +80,6 @@ def test_what_is_no_socket_is_left_alone(tmp_path):
 
 
 def test_a_stream_with_a_bad_token_is_refused_without_being_read(tmp_path):
-    file = write_tokens(tmp_path / "tokens.json", **TENANTS)
     read = []
 
     def frames():
@@ -90,7 +88,7 @@ def test_a_stream_with_a_bad_token_is_refused_without_being_read(tmp_path):
             yield frame
 
     with (
-        serve_in_thread(token_file=file) as server,
+        serve_tenants(tmp_path) as server,
         grpc.insecure_channel(server.address) as channel,
     ):
         call = channel.stream_unary("/tailreplay.store.v1.Store/Put", pb.PutFrame.SerializeToString)

@@ -8,7 +8,7 @@ import pytest
 from certificates import Authority
 from listener_clients import PREFIX, WAIT_S, client_of, fetch, put
 from store_objects import Prefix
-from tokens_file import TENANTS, bearer, write_tokens
+from tokens_file import bearer, serve_tenants
 from waiting import until
 
 from tailreplay.connector.client import StoreClient
@@ -31,13 +31,12 @@ def over_tls(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tls")
     ca, rogue = Authority(folder), Authority(folder, "rogue")
     cert, key = ca.issue("server")
-    file = write_tokens(folder / "tokens.json", **TENANTS)
-    with serve_in_thread(
+    with serve_tenants(
+        folder,
         listen="127.0.0.1:0",
         tls_cert=cert,
         tls_key=key,
         tls_client_ca=ca.cert,
-        token_file=file,
         stall_limit_s=60,
     ) as server:
         yield server, folder, ca, rogue

@@ -9,7 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from listener_clients import PREFIX, WAIT_S, client_of, fetch, put
 from store_objects import Prefix, span_range
-from tokens_file import TENANTS, bearer, write_tokens
+from tokens_file import TENANTS, bearer, serve_tenants, write_tokens
 
 from tailreplay.connector.client import StoreClient
 from tailreplay.proto import store_pb2 as pb
@@ -31,8 +31,7 @@ from tailreplay.store.objects import Kind
 @pytest.fixture(scope="module")
 def with_tokens(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokens")
-    file = write_tokens(folder / "tokens.json", **TENANTS)
-    with serve_in_thread(token_file=file, stall_limit_s=60) as server:
+    with serve_tenants(folder, stall_limit_s=60) as server:
         yield server, folder
 
 
@@ -172,9 +171,8 @@ def test_a_lane_ends_with_the_token_that_opened_it(tmp_path):
 
 
 def test_one_tenant_does_not_take_every_lane(tmp_path):
-    file = write_tokens(tmp_path / "tokens.json", **TENANTS)
     with (
-        serve_in_thread(token_file=file, max_lanes=4) as server,
+        serve_tenants(tmp_path, max_lanes=4) as server,
         client_of(server.address, bearer(tmp_path, "acme")) as greedy,
         client_of(server.address, bearer(tmp_path, "rival")) as other,
     ):

@@ -11,7 +11,7 @@ from certificates import Authority
 from lane_objects import put
 from prometheus_client.parser import text_string_to_metric_families
 from store_objects import Prefix, span_range
-from tokens_file import TENANTS, write_tokens
+from tokens_file import serve_tenants
 from waiting import until
 
 from tailreplay.connector.client import StoreClient
@@ -120,8 +120,7 @@ def test_figures_add_up_in_every_answer(server):
 
 
 def test_figures_are_for_whoever_has_the_token(tmp_path):
-    file = write_tokens(tmp_path / "tokens.json", **TENANTS)
-    with serve_in_thread(token_file=file, **HTTP) as server:
+    with serve_tenants(tmp_path, **HTTP) as server:
         assert ask(server.http_address, "/healthz")[0] == 200
         for token, status in (
             (None, 401),

@@ -9,7 +9,7 @@ import lane_objects
 import pytest
 from lane_objects import WAIT_S
 from store_objects import Prefix, runs_of, span_range
-from tokens_file import TENANTS, bearer, operating, write_tokens
+from tokens_file import bearer, operating, serve_tenants
 
 from tailreplay.connector.client import StoreClient
 from tailreplay.proto import store_pb2 as pb
@@ -26,8 +26,7 @@ WHOLE = 512
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("public")
-    file = write_tokens(folder / "tokens.json", **TENANTS)
-    with serve_in_thread(token_file=file, stall_limit_s=60) as server, ExitStack() as stack:
+    with serve_tenants(folder, stall_limit_s=60) as server, ExitStack() as stack:
 
         def connect(name, **how):
             client = StoreClient(

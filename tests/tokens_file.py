@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tailreplay.proto import store_pb2_grpc as rpc
+from tailreplay.store import serve_in_thread
 from tailreplay.store.credentials import Credentials
 from tailreplay.store.server import StoreServer
 
@@ -31,6 +32,14 @@ def bearer(folder: Path, name: str, **more: Any) -> Credentials:
     file = folder / f"{name}.token"
     file.write_text(f"token-{name}\n")
     return Credentials(token_file=file, **more)
+
+
+@contextmanager
+def serve_tenants(folder: Path, **settings: Any) -> Iterator[StoreServer]:
+    """A store whose callers are TENANTS; their tokens are in a file of `folder`."""
+    file = write_tokens(folder / "tokens.json", **TENANTS)
+    with serve_in_thread(token_file=file, **settings) as server:
+        yield server
 
 
 @contextmanager

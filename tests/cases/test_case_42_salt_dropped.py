@@ -1,11 +1,8 @@
 """sglang#37160, LMCache#4825: a salt got lost on the way, and a tenant had another's hit."""
 
 import pytest
-from case_helpers import STORE, WAIT_S, ask, assert_reused, assert_right, prompt, replica
-from tokens_file import TENANTS, bearer, write_tokens
-
-from tailreplay.connector.client import StoreClient
-from tailreplay.store import serve_in_thread
+from case_helpers import STORE, ask, ask_as, assert_reused, assert_right, prompt, replica
+from tokens_file import bearer, serve_tenants
 
 pytestmark = pytest.mark.model
 
@@ -27,19 +24,7 @@ def test_another_salt_hits_nothing_and_the_same_salt_everything(store, engine, r
 
 def test_another_token_hits_nothing_and_the_same_tenants_everything(tmp_path):
     """Though all of them name the same namespace, by mistake or in order to steal."""
-    file = write_tokens(tmp_path / "tokens.json", **TENANTS)
-    with serve_in_thread(token_file=file, **STORE) as server:
-
-        def asked_by(name):
-            credentials = bearer(tmp_path, name)
-            with (
-                StoreClient(
-                    server.address, credentials=credentials, match_timeout_s=WAIT_S
-                ) as client,
-                replica(client) as engine,
-            ):
-                return ask(engine, TOKENS)
-
-        assert_nothing(asked_by("acme"))
-        assert_nothing(asked_by("rival"))
-        assert_reused(asked_by("acme2").report, 599)
+    with serve_tenants(tmp_path, **STORE) as server:
+        assert_nothing(ask_as(server, bearer(tmp_path, "acme"), TOKENS))
+        assert_nothing(ask_as(server, bearer(tmp_path, "rival"), TOKENS))
+        assert_reused(ask_as(server, bearer(tmp_path, "acme2"), TOKENS).report, 599)

@@ -4,16 +4,14 @@ import pytest
 from case_helpers import (
     STORE,
     WAIT_S,
-    ask,
+    ask_as,
     assert_reused,
     assert_right,
     prompt,
-    replica,
     tier_bytes,
 )
 from tokens_file import bearer, operating, write_tokens
 
-from tailreplay.connector.client import StoreClient
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
 from tailreplay.store.tokens import extended_tokens, to_wire
@@ -35,14 +33,7 @@ def test_a_public_prefix_is_prefilled_once_and_the_rest_stays_with_its_tenant(tm
     with serve_in_thread(token_file=file, **STORE) as server:
 
         def asked_by(name, tokens):
-            credentials = bearer(tmp_path, name)
-            with (
-                StoreClient(
-                    server.address, credentials=credentials, match_timeout_s=WAIT_S
-                ) as client,
-                replica(client) as engine,
-            ):
-                return ask(engine, tokens)
+            return ask_as(server, bearer(tmp_path, name), tokens)
 
         # One token more than the prefix, so that a state is kept at its very end.
         asked_by("root", [*SYSTEM, 0])
