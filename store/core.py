@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import tokens as wire_tokens
+from tailreplay.store.abandoned import Abandoned, Guarded
 from tailreplay.store.administration import Administration
 from tailreplay.store.auth import ANYONE, Principal, Role
 from tailreplay.store.catalog import Catalog
@@ -71,6 +72,7 @@ class Store:
     Attributes:
         admin: what operators can do.
         client_names: what clients call namespaces.
+        streams: ends those that nobody has any more.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Store:
         )
         self.catalog.attach(self.tiers)
         self.client_names = ClientNames()
+        self.streams = Abandoned()
         self._damage = Damage(
             self.catalog, self.tiers, timeout_s=config.tier_timeout_s, clock=clock
         )
@@ -191,7 +194,7 @@ class Store:
         is_gone: Callable[[], bool] = lambda: False,
         placed: bool = False,
         caller: Principal = ANYONE,
-    ) -> Generator[Frame, None, None]:
+    ) -> Guarded[Frame]:
         """Rows of stored objects, under a lease that ends with the iterator.
 
         Args:
@@ -207,13 +210,19 @@ class Store:
         """
         public = caller.public(request.namespace)
         request.namespace = _scoped(request.namespace, caller)
+        frames = self._reader.frames(request, public, placed=placed, is_gone=is_gone)
+        return self.streams.guard(self._leased(frames, cancel))
+
+    def _leased(
+        self, answer: Generator[Frame, None, None], cancel: Callable[[], object]
+    ) -> Generator[Frame, None, None]:
+        """An answer, under a lease."""
         lease = self.leases.grant(cancel)
         try:
             stall_limit_ms = int(self.leases.stall_limit_s * 1000)
             granted = LaneRecord(RecordKind.LEASE, offset=stall_limit_ms)
             yield Frame(granted, (memoryview(lease.lease_id),))
             self.leases.rest(lease)
-            answer = self._reader.frames(request, public, placed=placed, is_gone=is_gone)
             with closing(answer) as frames:
                 for frame in frames:
                     if not self.leases.renew(lease):
@@ -313,6 +322,7 @@ class Store:
         self._closing.set()
         self._upkeep.stop()
         self.admin.close(has_redis=bool(self.tiers.redis_status().get("healthy")))
+        self.streams.close()
         self._reader.close()
         self.tiers.close()
         if self.manifests is not None:

@@ -23,7 +23,7 @@ from tailreplay.store.lane_tickets import TICKET_S, client_of_call
 from tailreplay.store.lane_wire import LaneRecord, RecordKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
     import grpc
 
@@ -63,6 +63,12 @@ class StoreService(rpc.StoreServicer):
         self, request: pb.FetchRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.FetchFrame]:
         """Streams rows; the lease ends with the stream."""
+        # gRPC lets an answer fall that nobody waits for any more, and does not close it.
+        return self._store.streams.guard(self._frames(request, context))
+
+    def _frames(
+        self, request: pb.FetchRequest, context: grpc.ServicerContext
+    ) -> Generator[pb.FetchFrame, None, None]:
         with self._statuses(context), self._stream(context) as caller:
             fetch = self._store.fetch(
                 request,
@@ -70,8 +76,6 @@ class StoreService(rpc.StoreServicer):
                 is_gone=lambda: not context.is_active(),
                 caller=caller,
             )
-            # Its end takes locks, so it never waits for the garbage collector, which may run in a
-            # thread that holds them.
             with closing(fetch) as frames:
                 for frame in frames:
                     message = _message(frame)
