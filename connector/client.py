@@ -13,31 +13,28 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 import grpc
 
 from tailreplay.connector.breaker import Breaker
+from tailreplay.connector.fetch_stream import FetchStream, noted
 from tailreplay.connector.lane import Lanes
-from tailreplay.connector.step import Step, step_of
+from tailreplay.connector.put_frames import put_frames
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.proto import store_pb2_grpc as rpc
 from tailreplay.store.address import checked_address
 from tailreplay.store.credentials import NO_CREDENTIALS, Credentials
-from tailreplay.store.errors import StoreUnavailable, TailReplayError, from_rpc_error
+from tailreplay.store.errors import StoreUnavailable, from_rpc_error
 from tailreplay.store.tls_probe import tls_fault
 from tailreplay.store.tokens import to_wire
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from tailreplay.connector.lane_stream import LaneStream
-    from tailreplay.connector.step import ReportDamage
+    from tailreplay.connector.put_frames import ObjectBytes
     from tailreplay.store.objects import Kind
     from tailreplay.store.tokens import ExtendedTokens
 
-    Parts: TypeAlias = Sequence[bytes | memoryview]
     Ping: TypeAlias = grpc.UnaryUnaryMultiCallable[bytes, bytes]
 
 logger = logging.getLogger(__name__)
-
-CHUNK_BYTES = 1 << 20
-"""Bytes of an object per Put message."""
 
 _MAX_MESSAGE_BYTES = 16 << 20
 
@@ -75,27 +72,6 @@ T = TypeVar("T")
 
 class NotAsked(StoreUnavailable):
     """No call was made, because the store failed just before."""
-
-
-class ObjectBytes:
-    """One object on its way to the store.
-
-    Args:
-        announce: what it is.
-        parts: its bytes in order, header first, or what gives them: called when the store wants
-            the object, at most once. Only read while it is sent.
-    """
-
-    __slots__ = ("_parts", "announce")
-
-    def __init__(self, announce: pb.PutObject, parts: Parts | Callable[[], Parts]) -> None:
-        self.announce = announce
-        self._parts = parts
-
-    @property
-    def parts(self) -> Parts:
-        """Its bytes in order."""
-        return self._parts() if callable(self._parts) else self._parts
 
 
 class StoreClient:
@@ -268,7 +244,7 @@ class StoreClient:
         """GRPC asks for frames on a thread of its own, and would only say that they have ended."""
         faults: list[Exception] = []
         try:
-            return self._stub.Put(_put_frames(begin, objects, faults), timeout=timeout_s)
+            return self._stub.Put(put_frames(begin, objects, faults), timeout=timeout_s)
         except grpc.RpcError:
             if faults:
                 raise faults[0] from None
@@ -330,50 +306,9 @@ class StoreClient:
         try:
             answer = call()
         except grpc.RpcError as error:
-            raise _noted(self._breaker, error, self.address) from error
+            raise noted(self._breaker, error, self.address) from error
         self._breaker.succeeded()
         return answer
-
-
-class FetchStream:
-    """Steps of one Fetch through gRPC, in order. One thread iterates; any thread may cancel.
-
-    Attributes:
-        report_damage: says of which object rows came damaged.
-    """
-
-    def __init__(
-        self,
-        call: grpc._CallIterator[pb.FetchFrame],
-        breaker: Breaker,
-        address: str,
-        report_damage: ReportDamage,
-    ) -> None:
-        self._call = call
-        self._breaker = breaker
-        self._address = address
-        self.report_damage = report_damage
-
-    def __iter__(self) -> Iterator[Step]:
-        """The steps.
-
-        Raises:
-            TailReplayError: the stream broke; what came before is good.
-        """
-        try:
-            yield from map(step_of, self._call)
-        except grpc.RpcError as error:
-            raise _noted(self._breaker, error, self._address) from error
-        self._breaker.succeeded()
-
-    def stalled(self) -> None:
-        """Ends a stream that brings nothing any more, and counts that against the store."""
-        self._breaker.failed()
-        self.cancel()
-
-    def cancel(self) -> None:
-        """Ends the stream; the store gives its pins back."""
-        self._call.cancel()
 
 
 def default_address() -> str:
@@ -381,31 +316,3 @@ def default_address() -> str:
     from tailreplay.store.config import default_socket
 
     return os.environ.get("TAILREPLAY_LISTEN") or default_socket()
-
-
-def _noted(breaker: Breaker, error: grpc.RpcError, address: str) -> TailReplayError:
-    """The tree's error; only what the store failed at counts against it, no refusal or cancel."""
-    ours = from_rpc_error(error, address)
-    if not isinstance(ours, StoreUnavailable):
-        breaker.succeeded()
-    elif not isinstance(error, grpc.Call) or error.code() is not grpc.StatusCode.CANCELLED:
-        breaker.failed()
-    return ours
-
-
-def _put_frames(
-    begin: pb.PutBegin, objects: Iterable[ObjectBytes], faults: list[Exception]
-) -> Iterator[pb.PutFrame]:
-    """Frames of a Put; notes what the objects' `parts` raise."""
-    yield pb.PutFrame(begin=begin)
-    for item in objects:
-        yield pb.PutFrame(object=item.announce)
-        try:
-            parts = item.parts
-        except Exception as fault:
-            faults.append(fault)
-            raise
-        for part in parts:
-            view = memoryview(part).cast("B")
-            for at in range(0, len(view), CHUNK_BYTES):
-                yield pb.PutFrame(chunk=bytes(view[at : at + CHUNK_BYTES]))

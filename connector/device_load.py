@@ -15,8 +15,8 @@ from tailreplay.store.objects import PAGE_TOKENS, Kind, ObjectName
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tailreplay.connector.client import FetchStream
     from tailreplay.connector.device_pool import DevicePool
+    from tailreplay.connector.fetch_stream import FetchStream
     from tailreplay.connector.lane_stream import LaneStream
     from tailreplay.store.chain import PrefixChain
     from tailreplay.store.geometry import Geometry

@@ -16,10 +16,10 @@ from tailreplay.store.objects import Kind
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from tailreplay.connector.client import ObjectBytes
     from tailreplay.connector.hf_model import HybridModel
     from tailreplay.connector.hf_run import Prefilled
     from tailreplay.connector.payload import PayloadCodec
+    from tailreplay.connector.put_frames import ObjectBytes
     from tailreplay.connector.stored import StoredPrefix
     from tailreplay.replay.linear_state import LinearState
     from tailreplay.store.chain import PrefixChain

@@ -22,13 +22,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from tailreplay.connector.calibration import Calibration
-    from tailreplay.connector.client import ObjectBytes, StoreClient
+    from tailreplay.connector.client import StoreClient
     from tailreplay.connector.device_pool import DevicePool
     from tailreplay.connector.fetch_plan import FetchPlan, ModelShape
     from tailreplay.connector.hf_loads import Loads
     from tailreplay.connector.hf_model import HybridModel
     from tailreplay.connector.hf_request import Outcome, Request
     from tailreplay.connector.payload import PayloadCodec
+    from tailreplay.connector.put_frames import ObjectBytes
     from tailreplay.replay.linear_state import LinearState
 
 logger = logging.getLogger(__name__)

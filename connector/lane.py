@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tailreplay.connector.breaker import Breaker
-    from tailreplay.connector.client import ObjectBytes
+    from tailreplay.connector.put_frames import ObjectBytes
     from tailreplay.connector.step import ReportDamage
 
 logger = logging.getLogger(__name__)

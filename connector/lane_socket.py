@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from tailreplay.connector.client import ObjectBytes
+    from tailreplay.connector.put_frames import ObjectBytes
 
 _MAX_ERROR_BYTES = 1 << 16
 _MAX_ANSWER_BYTES = 1 << 16

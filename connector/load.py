@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from tailreplay.connector.client import FetchStream
+    from tailreplay.connector.fetch_stream import FetchStream
     from tailreplay.connector.lane_stream import LaneStream
     from tailreplay.connector.step import Step
     from tailreplay.store.chain import PrefixChain

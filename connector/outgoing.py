@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tailreplay.connector.client import ObjectBytes
+from tailreplay.connector.put_frames import ObjectBytes
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.header import Header, build_object, object_bytes
 from tailreplay.store.objects import ObjectName

@@ -27,8 +27,9 @@ from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tailreplay.connector.client import ObjectBytes, StoreClient
+    from tailreplay.connector.client import StoreClient
     from tailreplay.connector.payload import PayloadCodec
+    from tailreplay.connector.put_frames import ObjectBytes
     from tailreplay.connector.vllm_meta import KeepBegin
     from tailreplay.store.tokens import ExtendedTokens
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 from store_objects import Prefix, Span, put_frames
 
-from tailreplay.connector.client import ObjectBytes, StoreClient
+from tailreplay.connector.client import StoreClient
+from tailreplay.connector.put_frames import ObjectBytes
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.lane_wire import RecordKind
 from tailreplay.store.objects import Kind

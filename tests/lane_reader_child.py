@@ -9,7 +9,8 @@ from lane_objects import WAIT_S, objects
 from life import PREFIX, RANGE
 from store_objects import Prefix
 
-from tailreplay.connector.client import ObjectBytes, StoreClient
+from tailreplay.connector.client import StoreClient
+from tailreplay.connector.put_frames import ObjectBytes
 
 
 def say(line: str) -> None:

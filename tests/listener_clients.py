@@ -5,8 +5,9 @@ from contextlib import contextmanager
 import numpy as np
 from store_objects import Prefix, put_frames, span_range
 
-from tailreplay.connector.client import ObjectBytes, StoreClient
+from tailreplay.connector.client import StoreClient
 from tailreplay.connector.lane_stream import LaneStream
+from tailreplay.connector.put_frames import ObjectBytes
 from tailreplay.store.lane_wire import (
     RecordKind,
 )

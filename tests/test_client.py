@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from store_objects import Prefix, put_frames, span_range
 
-from tailreplay.connector.client import ObjectBytes, StoreClient, default_address
+from tailreplay.connector.client import StoreClient, default_address
+from tailreplay.connector.put_frames import ObjectBytes
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
 from tailreplay.store.errors import IntegrityError, InvalidRequest, LimitExceeded, StoreUnavailable

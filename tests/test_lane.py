@@ -14,8 +14,9 @@ import pytest
 from lane_objects import WAIT_S
 from store_objects import Prefix, span_range
 
-from tailreplay.connector.client import ObjectBytes, StoreClient
+from tailreplay.connector.client import StoreClient
 from tailreplay.connector.lane_stream import LaneStream
+from tailreplay.connector.put_frames import ObjectBytes
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
 from tailreplay.store.errors import IntegrityError, InvalidRequest, LimitExceeded, StoreUnavailable

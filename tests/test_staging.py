@@ -14,7 +14,8 @@ from lane_objects import WAIT_S, fetch, objects, put, rows_of
 from store_objects import Prefix, span_range
 from waiting import until
 
-from tailreplay.connector.client import ObjectBytes, StoreClient
+from tailreplay.connector.client import StoreClient
+from tailreplay.connector.put_frames import ObjectBytes
 from tailreplay.connector.staging import StagingRing
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread

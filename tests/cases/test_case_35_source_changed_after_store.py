@@ -6,7 +6,8 @@ import pytest
 from lane_objects import WAIT_S, fetch, objects, rows_of
 from store_objects import Prefix, span_range
 
-from tailreplay.connector.client import ObjectBytes, StoreClient
+from tailreplay.connector.client import StoreClient
+from tailreplay.connector.put_frames import ObjectBytes
 from tailreplay.store import serve_in_thread
 from tailreplay.store.objects import Kind
 

@@ -8,7 +8,8 @@ from lane_objects import WAIT_S, fetch, objects, put, rows_of
 from store_objects import Prefix, span_range
 from waiting import until
 
-from tailreplay.connector.client import ObjectBytes, StoreClient
+from tailreplay.connector.client import StoreClient
+from tailreplay.connector.put_frames import ObjectBytes
 from tailreplay.store import serve_in_thread
 from tailreplay.store.errors import TailReplayError
 from tailreplay.store.objects import Kind

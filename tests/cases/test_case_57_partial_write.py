@@ -13,7 +13,8 @@ from case_helpers import (
     replica,
 )
 
-from tailreplay.connector.client import ObjectBytes, StoreClient
+from tailreplay.connector.client import StoreClient
+from tailreplay.connector.put_frames import ObjectBytes
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
 from tailreplay.store.errors import InvalidRequest

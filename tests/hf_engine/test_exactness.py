@@ -19,9 +19,10 @@ from case_helpers import (
 from hf_prompts import LONG, SHORT
 from tiny_models import relative_l2, relative_max, tiny_qwen
 
-from tailreplay.connector.client import ObjectBytes, StoreClient
+from tailreplay.connector.client import StoreClient
 from tailreplay.connector.hf_model import HybridModel
 from tailreplay.connector.payload import PayloadCodec
+from tailreplay.connector.put_frames import ObjectBytes
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.chain import PrefixChain
 from tailreplay.store.header import Header, build_object
