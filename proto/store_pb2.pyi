@@ -1100,8 +1100,8 @@ class NamespaceInfo(_message.Message):
     proportion in which they are there now; 0 where no keys and values are there.
     """
     sent_namespace: _builtins.bytes
-    """What clients call it. It differs from `namespace` where callers have tokens, and is empty where
-    none has used it since the store's start.
+    """What clients call it. It differs from `namespace` where callers have tokens, and is then empty
+    where neither has one used it since the store's start, nor does Redis say it.
     """
     is_public: _builtins.bool
     """Whether it is known to be in the public scope."""
