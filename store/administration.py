@@ -17,6 +17,7 @@ from tailreplay.store.operator_pins import OperatorPins
 from tailreplay.store.operators import Operators
 from tailreplay.store.publisher import Publisher
 from tailreplay.store.redis_settings import redis_tables
+from tailreplay.store.shared_names import SharedNames
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,8 +64,9 @@ class Administration:
         self._tables = redis_tables(config)
         ledger = erasure_ledger = None
         if self._tables is not None:
-            ledger = Ledger(self._tables)
+            ledger = Ledger(self._tables, secret=config.digest_secret)
             erasure_ledger = ErasureLedger(self._tables, store_id)
+        self._names = SharedNames(client_names, catalog, ledger, clock)
         pins = OperatorPins(
             catalog,
             tiers,
@@ -99,6 +101,7 @@ class Administration:
         try:
             self.publisher.refresh()
             self.erasures.join()
+            self._names.ask()
         except StoreUnavailable as error:
             logger.debug("what holds for all stores is not known yet: %s", error)
 
@@ -109,12 +112,14 @@ class Administration:
     def redis_lost(self) -> None:
         """Says anew what stores say in Redis by themselves, since it may have lost it."""
         self.operators.redis_lost()
+        self._names.redis_lost()
 
     def tick(self) -> None:
         """Does what is to be done again and again; may wait for Redis."""
         self.erasures.tick()
         self.operators.tick()
         self.publisher.tick()
+        self._names.tick()
 
     def close(self, *, has_redis: bool) -> None:
         """Leaves the other stores, and closes connections.

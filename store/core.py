@@ -111,7 +111,7 @@ class Store:
             gate=UrgentGate(clock=clock),
         )
         self.catalog.attach(self.tiers)
-        self.client_names = ClientNames()
+        self.client_names = ClientNames(scoped=config.token_file is not None)
         self.streams = Abandoned()
         self._damage = Damage(
             self.catalog, self.tiers, timeout_s=config.tier_timeout_s, clock=clock

@@ -5,6 +5,7 @@ manifest's:
 
     key             field       value
     a:owners:<day>  namespace   tenant digest, 16 bytes
+    a:names:<day>   namespace   what clients call it, 40 bytes, masked
     a:limits        tenant      limit in the CPU tier, limit in Redis, bytes; all ones = none
     a:modes         tenant      mode
     a:public        prefix      namespace, when it was made public, s since the epoch
@@ -13,9 +14,10 @@ manifest's:
 What a public prefix consists of is in a string beside that, a:public:<prefix hash>: names of its
 blocks, 32 bytes each, sealed likewise.
 
-Owners are written anew each day (since the epoch, by stores' clocks) while there is something of
-theirs, and a day's hash lives three: longer than any payload that nobody asks for. No names and no
-salts are in it, and no tokens.
+Owners and names are written anew each day (since the epoch, by stores' clocks) while there is
+something of theirs, and a day's hash lives three: longer than any payload that nobody asks for. No
+tenants' names and no salts are in it, and no tokens; what clients call a namespace is masked, since
+who knows it can test guesses of whole prefixes by their names.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ import logging
 import struct
 import time
 from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
 
 from tailreplay.store.manifest_form import literal
 from tailreplay.store.namespace import NAMESPACE_BYTES, TENANT_BYTES
@@ -42,6 +46,8 @@ _NONE = (1 << 64) - 1
 _SCAN_COUNT = 1000
 _DAY_S = 24 * 3600
 _OWNER_DAYS = 3
+_CHECK_BYTES = 8
+_MASK_CONTEXT = "tailreplay client name mask v1"
 _FEW = 8
 """Namespaces for each of which Redis is scanned by itself; more are looked for in one scan."""
 _PUBLIC = b"public"
@@ -54,13 +60,17 @@ class Ledger:
     Args:
         tables: where they are; closed with this.
         wall: seconds since the epoch.
+        secret: that of the running digests; who does not have it can not read names.
 
     All methods raise StoreUnavailable when Redis does not answer.
     """
 
-    def __init__(self, tables: RedisTables, wall: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, tables: RedisTables, wall: Callable[[], float] = time.time, secret: bytes = b""
+    ) -> None:
         self._tables = tables
         self._wall = wall
+        self._secret = secret
 
     @property
     def day(self) -> int:
@@ -69,18 +79,40 @@ class Ledger:
 
     def owners_of(self, namespaces: Sequence[bytes]) -> dict[bytes, bytes]:
         """Tenants of those namespaces that have one."""
-        tables = self._owner_tables()
+        return self._looked_up(self._owner_tables(), namespaces, TENANT_BYTES)
+
+    def names_of(self, namespaces: Sequence[bytes]) -> dict[bytes, bytes]:
+        """What clients call namespaces, as far as anybody has said so."""
+        size = NAMESPACE_BYTES + _CHECK_BYTES
+        found = self._looked_up(self._by_day(b"names"), namespaces, size)
+        names = {space: self._masked(space, said) for space, said in found.items()}
+        return {s: n[:NAMESPACE_BYTES] for s, n in names.items() if n == _checked(n)}
+
+    def name(self, names: Mapping[bytes, bytes]) -> None:
+        """Writes what clients call namespaces, for today."""
+        masked = {space: self._masked(space, _checked(name)) for space, name in names.items()}
+        self._tables.write(self._by_day(b"names")[0], masked, _OWNER_DAYS * _DAY_S)
+
+    def _masked(self, namespace: bytes, name: bytes) -> bytes:
+        """A name that only those can read who have the secret; and back again."""
+        hasher = blake3(self._secret + namespace, derive_key_context=_MASK_CONTEXT)
+        return bytes(a ^ b for a, b in zip(name, hasher.digest(len(name)), strict=True))
+
+    def _looked_up(
+        self, tables: Sequence[bytes], namespaces: Sequence[bytes], size: int
+    ) -> dict[bytes, bytes]:
+        """The latest values of namespaces in tables by day, those of a size."""
         pipe = self._tables.client.pipeline(transaction=False)
         for table in tables:
             for space in namespaces:
                 pipe.hget(self._tables.key(table), space)
         answers = iter(self._tables.run(pipe.execute))
-        found = {}
+        found: dict[bytes, bytes] = {}
         for table in tables:
             for space, value in zip(namespaces, answers, strict=False):
                 tenant = self._tables.unsealed(table, space, value) if value is not None else None
-                if tenant is not None and len(tenant) == TENANT_BYTES:
-                    found[space] = tenant
+                if tenant is not None and len(tenant) == size:
+                    found.setdefault(space, tenant)
         return found
 
     def namespaces_of(self, tenant: bytes) -> set[bytes]:
@@ -226,7 +258,17 @@ class Ledger:
         return PublicPrefix(space, tuple(blocks), added_at_s) if blocks[-1] == name else None
 
     def _owner_tables(self) -> list[bytes]:
-        return [b"owners:%d" % (self.day - ago) for ago in range(_OWNER_DAYS)]
+        return self._by_day(b"owners")
+
+    def _by_day(self, what: bytes) -> list[bytes]:
+        """Tables of the days that are read, today's first."""
+        return [b"%s:%d" % (what, self.day - ago) for ago in range(_OWNER_DAYS)]
+
+
+def _checked(name: bytes) -> bytes:
+    """A name, and by what it is told from another secret's."""
+    name = name[:NAMESPACE_BYTES]
+    return name + blake3(name).digest(_CHECK_BYTES)
 
 
 def _halves(names: bytes) -> tuple[bytes, bytes]:

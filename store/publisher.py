@@ -221,7 +221,7 @@ def _blocks(sent_namespace: bytes, tokens: pb.Tokens) -> list[bytes]:
         )
     if not sent_namespace:
         raise InvalidRequest(
-            "no engine has used this namespace since the store's start, so that tokens in it have "
+            "no engine is known to have used this namespace, so that tokens in it have "
             "no names: wanted the namespace as engines call it, or a stored prefix's hash"
         )
     chain = PrefixChain(sent_namespace, ids)
