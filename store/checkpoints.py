@@ -16,8 +16,8 @@ from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind, ObjectName
 from tailreplay.store.record import EXISTS
 
 if TYPE_CHECKING:
+    from tailreplay.store.object_rows import Objects
     from tailreplay.store.prompt import Prompt
-    from tailreplay.store.record import Objects
 
 _FEW = 64
 """Up to here checkpoints below a block are compared with a prompt one by one."""

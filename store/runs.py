@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from tailreplay.store.blocks import Blocks
-    from tailreplay.store.record import Objects
+    from tailreplay.store.object_rows import Objects
 
 
 class Run(NamedTuple):

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tailreplay.store.blocks import NONE, PAGES, Blocks
 from tailreplay.store.checkpoints import Checkpoints
+from tailreplay.store.object_rows import Objects
 from tailreplay.store.objects import PAGE_TOKENS, Kind
-from tailreplay.store.record import EXISTS, Objects, Record
+from tailreplay.store.record import EXISTS, Record
 from tailreplay.store.views import Node
 
 if TYPE_CHECKING:

@@ -4,8 +4,9 @@ import gc
 
 import pytest
 
+from tailreplay.store.object_rows import Objects
 from tailreplay.store.objects import Kind, Provenance
-from tailreplay.store.record import Objects, Record
+from tailreplay.store.record import Record
 
 SPACE = bytes(32)
 
