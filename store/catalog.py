@@ -21,7 +21,7 @@ from tailreplay.store.room import Room
 from tailreplay.store.worth import by_worth
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from tailreplay.store.arrivals import Arrived
     from tailreplay.store.geometry import Geometry
@@ -263,14 +263,17 @@ class Catalog:
 
     def select(self, wanted: Callable[[Record], bool]) -> list[Record]:
         """Objects that exist and are wanted; takes the lock a while at a time."""
-        found: list[Record] = []
-        first = 0
-        while True:
+        return [record for some in self.sweep(wanted) for record in some]
+
+    def sweep(self, wanted: Callable[[Record], bool]) -> Iterator[list[Record]]:
+        """As `select`, some at a time."""
+        first, is_over = 0, False
+        while not is_over:
             with self._lock:
                 some, first = self._index.sweep.some(first, _SELECT_ROWS)
-                found += [record for record in some if record.exists and wanted(record)]
-            if not first:
-                return found
+                found = [record for record in some if record.exists and wanted(record)]
+            yield found
+            is_over = not first
 
     def spaces(self) -> set[bytes]:
         """Namespaces that have blocks, or get some now."""

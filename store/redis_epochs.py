@@ -1,4 +1,4 @@
-"""Tells when a Redis server has lost what it had: flushed, or come back empty or older.
+"""Tells when a Redis server may lack what it should have: flushed, or away meanwhile.
 
 Each server has a random epoch, under a key that does not expire; whichever store finds none sets
 one, and a server that has lost everything has lost that too. One that was away may have come back
@@ -35,7 +35,7 @@ class RedisEpochs:
         self._clients: dict[int, redis.Redis] = {}
 
     def lost(self) -> set[int]:
-        """Numbers of the servers that may lack something that they had when last asked."""
+        """Numbers of the servers that may lack something that they have had, or should have got."""
         return {number for number in range(len(self._seen)) if self._has_lost(number)}
 
     def server_of(self, digest: bytes) -> int:
@@ -61,7 +61,7 @@ class RedisEpochs:
         before, self._seen[number] = self._seen[number], epoch
         was_away = number in self._away
         self._away.discard(number)
-        return bool(before) and (was_away or before != epoch)
+        return was_away or before not in (b"", epoch)
 
     def _epoch(self, client: redis.Redis) -> bytes:
         found: Any = client.get(self._key)

@@ -1,4 +1,4 @@
-"""Writes what a Redis server has lost to it again, as far as it is still in memory.
+"""Writes what a Redis server has lost, or was not there to take, as far as it is still in memory.
 
 Nothing urgent waits for that: it goes last of all, a batch at a time, what was used last first.
 What is there is not written, so that of stores with the same objects one writes each, give or take
@@ -8,6 +8,7 @@ a batch; and what is in memory no more is forgotten, so that nobody is promised 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from tailreplay.store.placement import digest_of
@@ -94,9 +95,8 @@ class Refill:
         when Redis lost the rest.
         """
         missing, written = 0, 0
-        records = self._catalog.room.latest_first(self._catalog.select(lambda r: r.in_redis))
-        for at in range(0, len(records), _ASKED):
-            homes = self._catalog.redis.homes(records[at : at + _ASKED])
+        for records in self._due():
+            homes = self._catalog.redis.homes(records)
             some = [(r, home) for r, home in homes if self._lost & self._servers(r, home)]
             there = self._tiers.exist([r.name for r, _ in some])
             if closing.is_set() or None in there:
@@ -104,7 +104,7 @@ class Refill:
             answers = list(zip(some, there, strict=True))
             self._tell_again([one for one, is_there in answers if is_there])
             gone = [one for one, is_there in answers if not is_there]
-            missing += len(gone)
+            missing += sum(record.in_cpu for record, _ in gone)
             written += self._write(gone)
         self._written += written
         if written:
@@ -116,6 +116,25 @@ class Refill:
             return False
         return True
 
+    def _due(self) -> Iterator[Sequence[Record]]:
+        """What Redis should have, some at a time: of memory what was used last, then the rest."""
+        in_memory = self._catalog.room.latest_first(self._catalog.select(lambda r: r.in_cpu))
+        yield from _some(self._within_limits(in_memory))
+        for rest in self._catalog.sweep(lambda r: r.in_redis and not r.in_cpu):
+            yield from _some(rest)
+
+    def _within_limits(self, records: Sequence[Record]) -> list[Record]:
+        """Those that are in Redis, or may come there by their tenants' limits."""
+        quotas, found, more = self._catalog.quotas, [], Counter[bytes]()
+        for record in records:
+            tenant = quotas.owner(record.name.namespace)
+            if not record.in_redis:
+                if quotas.over(tenant, "redis", more[tenant] + record.size):
+                    continue
+                more[tenant] += record.size
+            found.append(record)
+        return found
+
     def _servers(self, record: Record, home: Block) -> set[int]:
         """Servers of an object, and of what is said of it."""
         return {*self._catalog.redis.servers_of(home), self._payload_server(record)}
@@ -125,8 +144,12 @@ class Refill:
         return self._epochs.server_of(digest_of(name.namespace, name.placed_by or name.prefix_hash))
 
     def _tell_again(self, there: Sequence[tuple[Record, Block]]) -> None:
-        """Commits what is there whose manifest was on another server, which lost it."""
-        untold = [one for one in there if self._payload_server(one[0]) not in self._lost]
+        """Commits what is there all the same, since another server was to say so, or we were."""
+        untold = [
+            one
+            for one in there
+            if not one[0].in_redis or self._payload_server(one[0]) not in self._lost
+        ]
         self._catalog.redis.stored(self._catalog.redis.expect(untold))
 
     def _write(self, gone: Sequence[tuple[Record, Block]]) -> int:
@@ -142,6 +165,11 @@ class Refill:
             wanted = self._catalog.redis.expect(batch)
             written += sum(self._tiers.write_again([(name, sizes[name]) for name in wanted]))
         return written
+
+
+def _some(records: Sequence[Record]) -> Iterator[Sequence[Record]]:
+    for at in range(0, len(records), _ASKED):
+        yield records[at : at + _ASKED]
 
 
 def _batches(objects: Sequence[tuple[Record, Block]]) -> Iterator[list[tuple[Record, Block]]]:

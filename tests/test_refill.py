@@ -225,3 +225,40 @@ def test_a_key_file_is_used_for_what_is_told_again(tmp_path, redis_server):
         other = Prefix(PROMPTS[0].namespace, [*PROMPTS[0].ids[:433], 7])
         # A busy machine may be too slow for the time that a lookup has.
         until(lambda: match(two, other).matched_tokens == 433)
+
+
+def test_what_was_stored_while_redis_was_away_gets_there(tmp_path, redis_server):
+    redis_server.kill()
+    with serving(tmp_path, redis_server.url) as store:
+        assert store.put(put_frames(PROMPTS[0]), lambda: None).stored
+        until(lambda: not store.stats().redis_pending_bytes)
+        redis_server.start()
+        until(lambda: stored(store) == len(PROMPTS[0].spans()))
+        redis_server.kill()
+        assert store.put(put_frames(MEDIA), lambda: None).stored
+        until(lambda: not store.stats().redis_pending_bytes)
+        redis_server.start()
+        until(lambda: not store._upkeep._refill._lost and len(keys(redis_server)[0]) > 30)
+        until(lambda: not store.stats().redis_pending_bytes)
+    with serving(tmp_path, redis_server.url) as again:
+        for prefix in (PROMPTS[0], MEDIA):
+            assert fetched(again, prefix) == whole(prefix)
+
+
+def test_a_tenant_gets_no_more_than_its_limit_allows(tmp_path, redis_server):
+    prefix = Prefix(bytes(32), range(1000), tenant=b"t" * 16)
+    with serving(tmp_path, redis_server.url) as store:
+        request = pb.SetQuotaRequest(tenant=prefix.tenant, redis_bytes=100 << 10)
+        store.admin.operators.set_quota(request)
+        put(store, prefix)
+        quotas = store.catalog.quotas
+        until(lambda: not quotas.over(prefix.tenant, "redis"))
+        before = stored(store)
+        with closing(redis.Redis.from_url(redis_server.url)) as raw:
+            raw.client_kill_filter(_type="normal", skipme=True)
+        asked = store.tiers.redis_status()["lookups"]
+        until(lambda: store.tiers.redis_status()["lookups"] > asked)
+        until(lambda: not store._upkeep._refill._lost)
+        assert stored(store) <= before + 1
+        until(lambda: not store.stats().redis_pending_bytes)
+        assert not quotas.over(prefix.tenant, "redis")
