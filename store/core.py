@@ -29,6 +29,7 @@ from tailreplay.store.namespace import NAMESPACE_BYTES, tenant_digest
 from tailreplay.store.objects import Kind
 from tailreplay.store.pool import Pool, SharedMemory
 from tailreplay.store.prompt import Prompt
+from tailreplay.store.put_session import PutSession
 from tailreplay.store.reader import PinLimits, Reader
 from tailreplay.store.redis_settings import (
     bulk_tiers,
@@ -42,7 +43,7 @@ from tailreplay.store.sightings import Sightings
 from tailreplay.store.tiers import Tiers
 from tailreplay.store.upkeep import Upkeep
 from tailreplay.store.urgent_gate import UrgentGate
-from tailreplay.store.writer import PutSession, Writer
+from tailreplay.store.writer import Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator

@@ -1,15 +1,18 @@
-"""Where the bytes of a Put over a lane come from: the socket, or a staging segment."""
+"""Where the bytes of a Put come from: a gRPC stream, a lane's socket, or a staging segment."""
 
 from __future__ import annotations
 
 import struct
 from typing import TYPE_CHECKING, Protocol
 
+from tailreplay.store.errors import InvalidRequest
 from tailreplay.store.lane_wire import LaneRecord, Pace, RecordKind, receive, receive_into, send
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Iterator
 
+    from tailreplay.proto import store_pb2 as pb
     from tailreplay.store.staging import Staging
 
 OFFSET = struct.Struct("<Q")
@@ -96,3 +99,36 @@ class StagedSource:
     def _offset(self) -> int:
         offset: int = OFFSET.unpack(receive(self._sock, OFFSET.size, self._pace))[0]
         return offset
+
+
+class FrameSource:
+    """Objects as chunks of a gRPC stream.
+
+    Args:
+        frames: the stream; each object's chunks must be exactly its bytes.
+    """
+
+    def __init__(self, frames: Iterator[pb.PutFrame]) -> None:
+        self._frames = frames
+
+    def take(self, view: memoryview) -> None:
+        """As in `PutSource`."""
+        at = 0
+        while at < len(view):
+            chunk = _chunk(self._frames, len(view) - at)
+            view[at : at + len(chunk)] = chunk
+            at += len(chunk)
+
+    def skip(self, size: int) -> None:
+        """As in `PutSource`."""
+        while size:
+            size -= len(_chunk(self._frames, size))
+
+
+def _chunk(frames: Iterator[pb.PutFrame], wanted: int) -> bytes:
+    frame = next(frames, None)
+    if frame is None or frame.WhichOneof("frame") != "chunk" or not frame.chunk:
+        raise InvalidRequest(f"stream ends or changes while {wanted} bytes of an object are due")
+    if len(frame.chunk) > wanted:
+        raise InvalidRequest(f"chunk has {len(frame.chunk)} bytes, only {wanted} are due")
+    return bytes(frame.chunk)

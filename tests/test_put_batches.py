@@ -80,7 +80,7 @@ def test_no_more_is_held_than_a_part_of_the_pool(store, monkeypatch):
     committed = []
     commit = store.tiers.commit
     monkeypatch.setattr(store.tiers, "commit", lambda p: (commit(p), committed.append(p)))
-    monkeypatch.setattr("tailreplay.store.writer._BATCH_BYTES", 3 * len(OBJECTS[0]))
+    monkeypatch.setattr("tailreplay.store.put_session._BATCH_BYTES", 3 * len(OBJECTS[0]))
     assert put(store, Source(OBJECTS)).stored == len(OBJECTS)
     assert [len(places) for places in committed] == [3, 3, 2]
 
