@@ -8,7 +8,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lmcache.v1.distributed.api import ObjectKey
+from lmcache.v1.distributed.l1_manager import L1Manager
+from lmcache.v1.memory_management import MemoryObj
 
+from tailreplay.store.doomed import Doomed
+from tailreplay.store.lmcache_l1 import pool_view
+from tailreplay.store.misses import Miss
 from tailreplay.store.objects import ObjectName
 
 Source = Literal["cpu", "redis"]
@@ -35,10 +40,18 @@ class Pinned:
     pool_bytes: int = field(repr=False)
 
 
-class PinBooks:
-    """Which pins are held, and the bytes they hold. Thread-safe."""
+class Pins:
+    """Makes pins, and knows which are held, and the bytes they hold. Thread-safe.
 
-    def __init__(self) -> None:
+    Args:
+        l1: the pool.
+        doomed: what is deleted; no pin is made of it.
+    """
+
+    def __init__(self, l1: L1Manager, doomed: Doomed) -> None:
+        self._l1 = l1
+        self._doomed = doomed
+        self._view = pool_view(l1).toreadonly()
         # State, under _lock: pins that are held, how many each object has, and their bytes.
         self._lock = threading.Lock()
         self._held: set[Pinned] = set()
@@ -50,6 +63,38 @@ class PinBooks:
         """Bytes of the pool that pins keep from eviction; an object counts once."""
         with self._lock:
             return self._bytes
+
+    def hold(
+        self,
+        name: ObjectName,
+        size: int,
+        key: ObjectKey,
+        source: Source,
+        memory: MemoryObj,
+    ) -> Pinned | Miss:
+        """Make a pin of a read lock on `memory`, or let go of it when it is not what is wanted.
+
+        It is not on the books yet: many are taken there at once, by `add`.
+
+        Args:
+            name: of the object.
+            size: bytes that it must have.
+            key: LMCache's for it.
+            source: where it was found.
+            memory: what is locked.
+
+        Returns:
+            The pin, or why there is none.
+        """
+        miss = self._doomed.why(key)
+        if miss is None and memory.get_size() != size:
+            miss = Miss.ABSENT
+        if miss is not None:
+            self._l1.finish_read([key])
+            return miss
+        meta = memory.meta
+        data = self._view[meta.address : meta.address + size]
+        return Pinned(name, data, source, meta.address, key, meta.phy_size)
 
     def add(self, pins: Iterable[Pinned]) -> None:
         """Take pins on the books."""

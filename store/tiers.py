@@ -26,12 +26,11 @@ from tailreplay.store.lmcache_l1 import (
     layout_of,
     object_key,
     object_name,
-    pool_view,
 )
 from tailreplay.store.loader import Loaded, Loader
 from tailreplay.store.misses import Miss
 from tailreplay.store.objects import ObjectName
-from tailreplay.store.pins import PinBooks, Pinned, Source
+from tailreplay.store.pins import Pinned, Pins
 from tailreplay.store.pool import Pool
 from tailreplay.store.redis_l2_config import TailReplayRedisL2Config
 from tailreplay.store.reserved import PutOutcome, Reserved
@@ -71,13 +70,12 @@ class Tiers:
             self._manager = construct_manager(pool.l1, adapters)
             undo.pop_all()
         self._pool, self._l1 = pool, pool.l1
-        self._pins = PinBooks()
         # State, under _lock: whether this is over.
         self._lock = threading.Lock()
         self._closed = False
         self._behind = Behind(self._manager)
         self._doomed = Doomed(self._l1, on_gone=lambda keys: self._write_back.failed(keys))
-        self._view = pool_view(pool.l1).toreadonly()
+        self._pins = Pins(pool.l1, self._doomed)
         self._loader = Loader(self._l1, self._manager, pool.size_bytes, self._behind.cancel)
         self._write_back = WriteBack[ObjectKey](
             on_stored=lambda keys: on_redis_stored([object_name(key) for key in keys]),
@@ -208,7 +206,7 @@ class Tiers:
         held = [
             loaded.missed.get(key, Miss.ABSENT)
             if (memory := found[key]) is None
-            else self._hold(name, size, key, loaded.came.get(key, "cpu"), memory)
+            else self._pins.hold(name, size, key, loaded.came.get(key, "cpu"), memory)
             for (name, size), key in zip(names_and_sizes, keys, strict=True)
         ]
         self._pins.add(one for one in held if isinstance(one, Pinned))
@@ -309,7 +307,9 @@ class Tiers:
         keys = [object_key(name) for name, _ in names_and_sizes]
         found = {key: memory for key, (_, memory) in self._l1.reserve_read(keys).items()}
         held = [
-            None if (memory := found[key]) is None else self._hold(name, size, key, "cpu", memory)
+            None
+            if (memory := found[key]) is None
+            else self._pins.hold(name, size, key, "cpu", memory)
             for (name, size), key in zip(names_and_sizes, keys, strict=True)
         ]
         pins = [one for one in held if isinstance(one, Pinned)]
@@ -359,25 +359,6 @@ class Tiers:
         state = self._l1.get_object_state(key)
         if state is not None and state.memory_obj is not memory:
             self._write_back.stored([key])
-
-    def _hold(
-        self,
-        name: ObjectName,
-        size: int,
-        key: ObjectKey,
-        source: Source,
-        memory: MemoryObj,
-    ) -> Pinned | Miss:
-        """Make a pin of a read lock on `memory`, or let go of it when it is not what is wanted."""
-        miss = self._doomed.why(key)
-        if miss is None and memory.get_size() != size:
-            miss = Miss.ABSENT
-        if miss is not None:
-            self._l1.finish_read([key])
-            return miss
-        meta = memory.meta
-        data = self._view[meta.address : meta.address + size]
-        return Pinned(name, data, source, meta.address, key, meta.phy_size)
 
 
 class _Listener(WriteBackListener):
