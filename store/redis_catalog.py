@@ -194,13 +194,20 @@ class RedisCatalog:
 
     def gone(self, records: Sequence[Record]) -> None:
         """Forgets what Redis had of objects; the caller takes their payloads away there."""
-        held = self._held
-        with held.lock:
+        with self._held.lock:
             fields = self.fields_of(records)
-            for record in records:
-                held.place(record, in_redis=False)
-                held.index.trees.prune(record)
+            self._unlist(records)
         self.forget(fields)
+
+    def lost(self, records: Sequence[Record]) -> None:
+        """Forgets here what Redis has lost; it is told nothing, since others may write it anew."""
+        with self._held.lock:
+            self._unlist(records)
+
+    def _unlist(self, records: Sequence[Record]) -> None:
+        for record in records:
+            self._held.place(record, in_redis=False)
+            self._held.index.trees.prune(record)
 
     def fields_of(self, records: Iterable[Record]) -> list[tuple[BlockName, str]]:
         """Where manifests speak of objects: the block, and the field; called under the lock."""

@@ -158,7 +158,7 @@ class Refill:
         if self._tiers.has_bulk:  # which may have it
             self._catalog.redis.stored(self._catalog.redis.expect(elsewhere))
         else:
-            self._catalog.redis.gone([record for record, _ in elsewhere])
+            self._catalog.redis.lost([record for record, _ in elsewhere])
         written = 0
         for batch in _batches([one for one in gone if one[0].in_cpu]):
             sizes = {record.name: record.size for record, _ in batch}

@@ -262,3 +262,21 @@ def test_a_tenant_gets_no_more_than_its_limit_allows(tmp_path, redis_server):
         assert stored(store) <= before + 1
         until(lambda: not store.stats().redis_pending_bytes)
         assert not quotas.over(prefix.tenant, "redis")
+
+
+def test_who_forgets_what_is_lost_takes_nothing_from_who_writes_it_again(tmp_path, redis_server):
+    """One store has it in memory and another only lists it; both see the loss at once."""
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+    with serving(folders[0], redis_server.url) as one:
+        put(one, PROMPTS[0])
+        with serving(folders[1], redis_server.url) as two:
+            assert match(two, PROMPTS[0]).matched_tokens == LONG
+            said = members(redis_server)
+            # As if the first had been quicker between the second's question and what it does then.
+            listed = two.catalog.redis.homes(two.catalog.select(lambda _: True))
+            assert len(listed) == len(PROMPTS[0].spans())
+            assert two._upkeep._refill._write(listed) == 0
+            assert not two.catalog.select(lambda _: True)
+            assert members(redis_server) == said
