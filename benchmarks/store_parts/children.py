@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -46,6 +46,7 @@ class Child:
     Args:
         role: what it does, a key of `store.ROLES`.
         python: interpreter, for those that need another environment.
+        environment: variables of its own, beside this process's.
         **settings: what its role takes.
 
     Attributes:
@@ -56,7 +57,14 @@ class Child:
         ChildFailed: it did not get ready.
     """
 
-    def __init__(self, role: str, *, python: Path | str = sys.executable, **settings: Any) -> None:  # noqa: ANN401 - JSON
+    def __init__(
+        self,
+        role: str,
+        *,
+        python: Path | str = sys.executable,
+        environment: Mapping[str, str] | None = None,
+        **settings: Any,  # noqa: ANN401 - JSON
+    ) -> None:
         self._role = role
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close
         command = [str(python), "-P", str(_PROGRAM), "--child", role, json.dumps(settings)]
@@ -66,7 +74,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env=os.environ | _QUIET,
+            env=os.environ | _QUIET | dict(environment or {}),
         )
         self.pid = self._process.pid
         try:
