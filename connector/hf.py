@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tailreplay.connector.model_dims import ModelDims
     from tailreplay.store.tokens import ExtendedTokens
 
 __all__ = ["CachePolicy", "Generation", "HybridEngine", "UnsupportedModel", "guard_triton"]
@@ -101,13 +102,7 @@ class HybridEngine:
         self._model = HybridModel(model)
         self._codec = PayloadCodec(self._model.dims)
         dims = self._model.dims
-        self._shape = ModelShape(
-            len(dims.fa_layers),
-            dims.kv_heads,
-            len(dims.hidden_sources),
-            tails_by_group=True,
-            replays_tokens=True,
-        )
+        self._shape = _shape_of(dims)
         self._owns_client = not isinstance(store, StoreClient)
         self._client = (
             store if isinstance(store, StoreClient) else StoreClient(store or default_address())
@@ -119,11 +114,7 @@ class HybridEngine:
             tenant_salt=tenant,
             kv_dtype=str(dims.dtype),
         ).digest()
-        self._device_pool = (
-            DevicePool(torch.empty(pool_bytes, dtype=torch.uint8, device=dims.device))
-            if (pool_bytes := self.policy.device_pool_bytes)
-            else None
-        )
+        self._device_pool = _device_pool(self.policy.device_pool_bytes, dims.device)
         self.calibration = Calibration()
         self._loads = Loads(self._client, self._codec, self._device_pool)
         self._busy = threading.Lock()
@@ -274,6 +265,20 @@ class HybridEngine:
                 f"token id {int(tokens.max())} is unknown, wanted below {config.vocab_size}"
             )
         return tokens
+
+
+def _shape_of(dims: ModelDims) -> ModelShape:
+    return ModelShape(
+        len(dims.fa_layers),
+        dims.kv_heads,
+        len(dims.hidden_sources),
+        tails_by_group=True,
+        replays_tokens=True,
+    )
+
+
+def _device_pool(size: int, device: torch.device) -> DevicePool | None:
+    return DevicePool(torch.empty(size, dtype=torch.uint8, device=device)) if size else None
 
 
 def _check_model(model: Any) -> None:  # noqa: ANN401 - whatever the caller has
