@@ -55,12 +55,13 @@ class Outgoing:
         """
         wanted = [*plan_put(stored, prompt_tokens, done.hidden_from)]
         figures = self._tail_figures(done, stored, wanted)
+        packed: Callable[[], memoryview | Sequence[memoryview]]
         for kind, first, end in wanted:
             if kind is Kind.KV:
                 packed = partial(self._codec.pack_kv, done.kv, first, end)
             elif done.hidden:
                 start = done.hidden_from
-                packed = partial(self._codec.pack_hidden, done.hidden, first - start, end - start)
+                packed = partial(self._codec.hidden_parts, done.hidden, first - start, end - start)
             else:
                 continue
             own = figures.get(first, b"") if kind is Kind.HIDDEN else b""
@@ -91,7 +92,7 @@ class Outgoing:
         self,
         kind: Kind,
         span: tuple[int, int],
-        packed: Callable[[], memoryview],
+        packed: Callable[[], memoryview | Sequence[memoryview]],
         figures: bytes = b"",
     ) -> ObjectBytes:
         geometry = self._codec.geometry[kind]

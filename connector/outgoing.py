@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from tailreplay.connector.put_frames import ObjectBytes
 from tailreplay.proto import store_pb2 as pb
-from tailreplay.store.header import Header, build_object, object_bytes
+from tailreplay.store.header import Header, build_parts, object_bytes
 from tailreplay.store.objects import ObjectName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from tailreplay.store.chain import PrefixChain
     from tailreplay.store.geometry import Geometry
@@ -21,7 +21,7 @@ def outgoing(
     chain: PrefixChain,
     geometry: Geometry,
     span: tuple[int, int],
-    pack: Callable[[], memoryview],
+    pack: Callable[[], memoryview | Sequence[memoryview]],
     tail_figures: bytes = b"",
 ) -> ObjectBytes:
     """Announces an exact object, which is packed only when the store wants it.
@@ -31,7 +31,7 @@ def outgoing(
         chain: names the prompt's prefixes.
         geometry: of the object; gives its kind.
         span: tokens [first, end) that it covers; of a checkpoint the last it has seen.
-        pack: gives the payload of those rows; called at most once.
+        pack: gives the payload of those rows, or its units in parts; called at most once.
         tail_figures: of a hidden object; may be empty.
     """
     first, end = span
@@ -44,4 +44,9 @@ def outgoing(
         size_bytes=object_bytes(geometry, header.rows),
         tail_figures=tail_figures,
     )
-    return ObjectBytes(announce, lambda: build_object(header, pack()))
+
+    def parts() -> Sequence[memoryview]:
+        packed = pack()
+        return build_parts(header, [packed] if isinstance(packed, memoryview) else packed)
+
+    return ObjectBytes(announce, parts)

@@ -108,6 +108,12 @@ class PayloadCodec:
         """Payload of `hidden_rows`."""
         return _payload(self.hidden_rows(sources, first, end))
 
+    def hidden_parts(self, sources: Sequence[Tensor], first: int, end: int) -> list[memoryview]:
+        """As `pack_hidden`, source by source; what lies in the host's memory is not copied."""
+        if self._dims.device.type != "cpu":
+            return [self.pack_hidden(sources, first, end)]
+        return [_payload(_as_bytes(rows[first:end])) for rows in sources]
+
     def pack_checkpoint(self, states: Mapping[int, LinearState]) -> memoryview:
         """Payload of `checkpoint_rows`."""
         return _payload(self.checkpoint_rows(states))

@@ -33,13 +33,16 @@ import math
 import struct
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tailreplay.store.checksum import crc32c, page_checksums
 from tailreplay.store.errors import IntegrityError, InvalidRequest
 from tailreplay.store.geometry import MAX_PAGE_BYTES, Dtype, Geometry, StateLayout
 from tailreplay.store.namespace import FORMAT_VERSION
 from tailreplay.store.objects import BLOCK_TOKENS, PAGE_TOKENS, Kind, ObjectName, Provenance
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 MAGIC = b"TRPL"
 _FIXED = struct.Struct("<4sHBBIQ32s32sIIIfBBBB6III")
@@ -141,16 +144,27 @@ def build_object(header: Header, payload: bytes | memoryview) -> tuple[bytes, me
     Raises:
         InvalidRequest: the geometry is not one of its kind, or the payload has another size.
     """
+    head, view = build_parts(header, [payload])
+    return bytes(head), view
+
+
+def build_parts(header: Header, payload: Sequence[bytes | memoryview]) -> list[memoryview]:
+    """As `build_object`, of a payload in parts of whole units, which stay where they lie.
+
+    Raises:
+        InvalidRequest: as there; or a part ends inside a unit.
+    """
     if fault := _fault(header):
         raise InvalidRequest(f"header of a {header.name.kind.name} object: {fault}")
-    view = memoryview(payload).cast("B")
-    if len(view) != header.payload_bytes:
+    views = [memoryview(part).cast("B") for part in payload]
+    size, unit_bytes = sum(map(len, views)), header.rows * header.geometry.row_bytes
+    if size != header.payload_bytes or any(len(view) % unit_bytes for view in views):
         raise InvalidRequest(
-            f"payload has {len(view)} bytes, wanted {header.payload_bytes} for "
-            f"{header.rows} rows of {header.geometry}"
+            f"payload has {size} bytes in {len(views)} parts, wanted {header.payload_bytes} for "
+            f"{header.rows} rows of {header.geometry}, in parts of whole units"
         )
-    crcs = _page_checksums(view, header.geometry, header.rows)
-    return replace(header, page_crcs=crcs).pack(), view
+    crcs = [crc for v in views for crc in _page_checksums(v, header.geometry, header.rows)]
+    return [memoryview(replace(header, page_crcs=tuple(crcs)).pack()), *views]
 
 
 def parse_header(data: bytes | memoryview) -> Header:

@@ -13,10 +13,11 @@ from store_objects import GEOMETRY, Prefix
 
 from tailreplay.store.checksum import crc32c
 from tailreplay.store.errors import IntegrityError, InvalidRequest
-from tailreplay.store.geometry import Dtype, Geometry, StateLayout
+from tailreplay.store.geometry import Dtype, Geometry, StateLayout, hidden_geometry
 from tailreplay.store.header import (
     Header,
     build_object,
+    build_parts,
     header_bytes,
     object_bytes,
     page_count,
@@ -299,8 +300,19 @@ def test_an_object_that_no_reader_would_take_is_not_built(geometry, rows, messag
 
 def test_a_payload_of_another_size_is_not_built():
     header = Header(name_of(Kind.HIDDEN), GEOMETRY[Kind.HIDDEN], 64, 64, ())
-    with pytest.raises(InvalidRequest, match="payload has 4095 bytes, wanted 4096"):
+    with pytest.raises(InvalidRequest, match="payload has 4095 bytes in 1 parts, wanted 4096"):
         build_object(header, bytes(4095))
+
+
+def test_a_payload_in_parts_of_whole_units_makes_the_same_object():
+    geometry = hidden_geometry(sources=3, hidden_size=8, dtype=Dtype.FLOAT32)
+    header = Header(name_of(Kind.HIDDEN), geometry, 64, 50, ())
+    payload = bytes(i * 7 % 256 for i in range(header.payload_bytes))
+    unit = len(payload) // 3
+    parts = build_parts(header, [payload[:unit], payload[unit:]])
+    assert b"".join(parts) == b"".join(build_object(header, payload))
+    with pytest.raises(InvalidRequest, match=r"in 2 parts, wanted 4800 .* of whole units"):
+        build_parts(header, [payload[: unit - 1], payload[unit - 1 :]])
 
 
 def test_rows_tell_their_prefix_unit_and_kind():

@@ -85,6 +85,15 @@ def test_hiddens_come_back_source_by_source(dims, codec, first, end):
         assert torch.equal(codec.unpack_hidden(units[i : i + 1]), rows[first:end])
 
 
+@pytest.mark.parametrize(("first", "end"), [(0, 64), (13, 50)])
+def test_hiddens_in_host_memory_are_stored_from_where_they_lie(dims, codec, first, end):
+    sources = [noise(64, dims.hidden_size, dtype=dims.dtype) for _ in range(2)]
+    parts = codec.hidden_parts(sources, first, end)
+    assert b"".join(parts) == bytes(codec.pack_hidden(sources, first, end))
+    for rows, part in zip(sources, parts, strict=True):
+        assert np.frombuffer(part, np.uint8).ctypes.data == rows[first:end].data_ptr()
+
+
 def test_states_come_back(dims, codec):
     states = some_states(dims)
     units = as_units(codec.pack_checkpoint(states), codec.geometry[Kind.CHECKPOINT], 1)
