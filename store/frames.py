@@ -9,7 +9,7 @@ from tailreplay.store.checksum import crc32c_of
 from tailreplay.store.errors import IntegrityError, InvalidRequest
 from tailreplay.store.header import Header, header_of, known_header
 from tailreplay.store.lane_wire import LaneRecord, RecordKind
-from tailreplay.store.row_sums import crc32c_of_rows
+from tailreplay.store.row_sums import check_pages, crc32c_of_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,6 +70,21 @@ def header_for(data: memoryview, record: Record) -> Header:
             f"object has {len(data)} bytes, wanted {header.header_bytes + header.payload_bytes}"
         )
     return header
+
+
+def check_ends(piece: Piece, held: Pinned, header: Header) -> None:
+    """Checks those pages of a piece of which rows are sent under a checksum of their own.
+
+    Raises:
+        IntegrityError: one is damaged.
+    """
+    first, units = piece.wanted.first_unit, piece.wanted.units or header.geometry.units
+    check_pages(
+        header,
+        held.data[header.header_bytes :],
+        range(first, min(first + units, header.geometry.units)),
+        range(piece.first - header.first_token, piece.end - header.first_token),
+    )
 
 
 def rows_of(piece: Piece, held: Pinned, header: Header, frame_bytes: int) -> Iterator[Frame]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.errors import IntegrityError, InvalidRequest
-from tailreplay.store.frames import Frame, header_for, missing, rows_of
+from tailreplay.store.frames import Frame, check_ends, header_for, missing, rows_of
 from tailreplay.store.lane_wire import LaneRecord, RecordKind
 from tailreplay.store.look_ahead import Early, LookAhead, Stream
 from tailreplay.store.objects import Kind, ObjectName
@@ -46,12 +46,14 @@ class _Answer:
     """One answer on its way.
 
     Attributes:
+        placed: whether its rows are placed in shared memory, where nobody checks them.
         frame_bytes: most payload in a frame.
         is_gone: whether its reader has left.
         dead: ranges of which no more follows.
         served_bytes: payload offered since that was last counted.
     """
 
+    placed: bool
     frame_bytes: int
     is_gone: Callable[[], bool]
     dead: set[int] = field(default_factory=set)
@@ -143,7 +145,7 @@ class Reader:
             path = self._catalog.path_with_public(space, public, leaf, hidden=hidden)
         asked: dict[ObjectName, Record] = {}
         window_bytes = self._window_bytes
-        answer = _Answer(_PLACED_FRAME_BYTES if placed else MAX_FRAME_BYTES, is_gone)
+        answer = _Answer(placed, _PLACED_FRAME_BYTES if placed else MAX_FRAME_BYTES, is_gone)
         if placed:
             window_bytes = max(window_bytes, self._leased_bytes // _PLACED_SHARE)
         # Never all pieces at once: many long ranges have more than there is memory for.
@@ -291,15 +293,17 @@ class Reader:
             gone = pb.MISS_REASON_EVICTED
             return gone if record is None else held.reasons.get(record.name, gone)
         header = headers.get(record.name)
-        if header is None:
-            try:
+        try:
+            if header is None:
                 header = headers[record.name] = header_for(pinned.data, record)
-            except IntegrityError as error:
-                logger.debug("damage in the pool: %s", error)
-                self._damage.drop(record, pinned.source)
-                self._tiers.unpin(held.pinned.pop(record.name))
-                held.reasons[record.name] = pb.MISS_REASON_INTEGRITY
-                return pb.MISS_REASON_INTEGRITY
+            if not answer.placed:
+                check_ends(piece, pinned, header)
+        except IntegrityError as error:
+            logger.debug("damage in the pool: %s", error)
+            self._damage.drop(record, pinned.source)
+            self._tiers.unpin(held.pinned.pop(record.name))
+            held.reasons[record.name] = pb.MISS_REASON_INTEGRITY
+            return pb.MISS_REASON_INTEGRITY
         for frame in rows_of(piece, pinned, header, answer.frame_bytes):
             if piece.wanted.kind == pb.KIND_KV:
                 self._tiers.gate.wait()

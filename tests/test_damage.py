@@ -168,6 +168,21 @@ def test_a_damaged_header_costs_one_reader_and_no_copy_in_redis(redis_server):
         assert counts(store) == (0, 0, 1)
 
 
+@pytest.mark.parametrize("first", [0, 433], ids=["ends", "begins"])
+@pytest.mark.parametrize("lanes", [True, False], ids=["lane", "grpc"])
+def test_of_a_page_that_is_sent_in_part_the_store_sees_it_itself(lanes, first):
+    """Rows of it go under a checksum of their own, which says nothing of what was stored."""
+    wanted = span_range(KV, first, 433 if not first else TOKENS)
+    with serving(lanes) as (store, client):
+        # In the row before the 433rd, or behind it, of the last unit; the page is that of both.
+        back = (TOKENS - 433) * WIDE[KV].row_bytes + (5 if not first else -5)
+        spoil(store, PREFIX.name(KV, TOKENS), KV, back=back)
+        assert load(client, wanted) == "integrity"
+        assert counts(store) == (0, 0, 1)
+        assert lane_objects.put(client, PREFIX).stored == 1
+        assert load(client, wanted) == rows_of(wanted)
+
+
 def test_it_is_gone_for_others_while_somebody_still_reads_it():
     wanted, name = RANGES[KV], PREFIX.name(KV, TOKENS)
     rest, stop = threading.Event(), threading.Event()
