@@ -328,6 +328,29 @@ def test_case_12_no_setting_lowers_what_is_matched(eager: Any, chunked: Any):
         assert engine.generate(prompts=[branch(prompt, 901, turn=turn)])[0]["cached"] == 901
 
 
+def test_case_12_nor_does_any_flag_that_cuts_or_holds_less(
+    start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+):
+    flags = {"long_prefill_token_threshold": 200, "max_num_batched_tokens": 600, "max_num_seqs": 2}
+    connector = {
+        "store_outputs": False,
+        "store_hiddens": True,
+        "checkpoint_tokens": 1,
+        "max_step_tokens": 64,
+        "device_pool_bytes": 1 << 20,
+    }
+    small = qwen35(tmp_path_factory.mktemp("flags"), layers=4)
+    engine = start(model=small, connector=connector, **flags)
+    prompt = tokens(1400, seed=28)
+    engine.generate(prompts=[prompt])
+    asked = [branch(prompt, m, turn=turn) for turn, m in enumerate((450, 901, 1237), 1)]
+    found = engine.generate(prompts=asked)
+    # States are where the prefill was cut, every 200 tokens, so no gap is longer.
+    assert [one["report"]["matched_tokens"] for one in found] == [450, 901, 1237]
+    assert [one["cached"] for one in found] == [450, 901, 1237]
+    assert [one["report"]["recomputed_tokens"] for one in found] == [50, 101, 37]
+
+
 @pytest.mark.parametrize("order", [(0, 5), (5, 0)])
 def test_case_19_hits_do_not_depend_on_priority(chunked: Any, order: tuple[int, int]):
     prompt = tokens(1000, seed=20 + order[0])

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -96,19 +97,28 @@ class Child:
     def timed(self, prompts: list[list[int]], tokens: int = 1) -> dict[str, Any]:
         """Runs prompts one after another to their last token, and lets each be stored.
 
-        Seconds and cached tokens of each; CPU seconds of this process for all.
+        Seconds and cached tokens of each; CPU seconds of this process and bytes by tier for all.
         """
         cpu_s, seconds, cached, reasons = time.process_time(), [], [], []
+        loaded: Counter[str] = Counter()
         for prompt in prompts:
             start_s = time.perf_counter()
             name = self.add(prompt, tokens, logprobs=False)
             answer = self.run()[name]
             seconds.append(time.perf_counter() - start_s)
             cached.append(answer["cached"])
-            reasons.append((answer["report"] or {}).get("miss_reason"))
+            report = answer["report"] or {}
+            reasons.append(report.get("miss_reason"))
+            for tier, sizes in report.get("bytes", {}).items():
+                loaded[tier] += sum(sizes.values())
             self.settle()
-        cpu_s = time.process_time() - cpu_s
-        return {"ttft_s": seconds, "cached": cached, "reasons": reasons, "cpu_s": cpu_s}
+        return {
+            "ttft_s": seconds,
+            "cached": cached,
+            "reasons": reasons,
+            "bytes": dict(loaded),
+            "cpu_s": time.process_time() - cpu_s,
+        }
 
     def settle(self) -> None:
         """One more step for what follows a request's end, then until the store has it."""

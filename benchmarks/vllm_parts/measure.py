@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def shared_prefix(engine: Engine, prompts: int) -> dict[str, Any]:
             "first_ms": round(1000 * run["ttft_s"][0], 1),
             "ttft_ms": round(1000 * statistics.median(run["ttft_s"][1:]), 1),
             "cpu_s": round(run["cpu_s"], 2),
+            "loaded_mib": {t: round(size / (1 << 20), 2) for t, size in run["bytes"].items()},
         }
     return found
 
@@ -51,12 +53,42 @@ def shared_prefix(engine: Engine, prompts: int) -> dict[str, Any]:
 def chat(engine: Engine) -> dict[str, Any]:
     """A conversation that grows by an answer and a question a turn."""
     prompt, prefilled = tokens(400, seed=7), []
+    loaded: Counter[str] = Counter()
     for turn in range(TURNS):
         found = engine.generate(prompts=[prompt], tokens=ANSWER)[0]
-        again = (found["report"] or {}).get("recomputed_tokens", 0)
-        prefilled.append(len(prompt) - found["cached"] + again)
+        report = found["report"] or {}
+        prefilled.append(len(prompt) - found["cached"] + report.get("recomputed_tokens", 0))
+        for tier, sizes in report.get("bytes", {}).items():
+            loaded[tier] += sum(sizes.values())
         prompt = prompt + found["tokens"] + tokens(NEW, seed=100 + turn)
-    return {"chat": {"answer": ANSWER, "new": NEW, "prefilled": prefilled[1:]}}
+    mib = {tier: round(size / (1 << 20), 2) for tier, size in loaded.items()}
+    told = {"answer": ANSWER, "new": NEW, "prefilled": prefilled[1:], "loaded_mib": mib}
+    return {"chat": told}
+
+
+def pool_pairs(with_pool: Engine, without: Engine, pairs: int) -> dict[str, Any]:
+    """Hits of 1600 tokens with states stored, with the GPU tier beside without it.
+
+    Both have all they could have; seconds to the first token and CPU seconds of engine and store.
+    """
+    ratios: dict[str, list[float]] = {"ttft_s": [], "engine_cpu_s": [], "store_cpu_s": []}
+    base, shared = tokens(LENGTH, seed=0), SHARED[0]
+    for pair in range(pairs + 1):
+        batch = [base[:shared] + tokens(20, seed=10**7 + 8 * pair + n) for n in range(8)]
+        order = [(with_pool, "with"), (without, "without")]
+        seen: dict[str, dict[str, float]] = {}
+        for engine, name in order if pair % 2 else order[::-1]:
+            before_s = time.process_time()
+            run = engine.timed(prompts=batch)
+            seen[name] = {
+                "ttft_s": statistics.median(run["ttft_s"]),
+                "engine_cpu_s": run["cpu_s"],
+                "store_cpu_s": time.process_time() - before_s,
+            }
+        if pair:  # the first fills both
+            for what, values in ratios.items():
+                values.append(seen["with"][what] / seen["without"][what])
+    return {what: round(statistics.median(values), 3) for what, values in ratios.items()}
 
 
 def overhead(
