@@ -78,6 +78,14 @@ class VllmSettings(BaseModel):
     tokenizer_id: Annotated[str, Field(description="identity of the tokenizer")] = ""
     tenant: Annotated[str, Field(description="separates what is stored")] = ""
     match_timeout_s: Annotated[float, Field(gt=0, description="deadline of a lookup, s")] = 0.25
+    match_grace_s: Annotated[
+        float,
+        Field(
+            ge=0,
+            description="how much longer a lookup is waited for while the engine has other "
+            "requests to run, if the one before had an answer, s",
+        ),
+    ] = 0.25
     stall_timeout_s: Annotated[
         float, Field(gt=0, description="longest pause in a load before it is given up, s")
     ] = 2.0

@@ -50,6 +50,8 @@ class Lookups:
             match_timeout_s=settings.match_timeout_s,
             credentials=settings.credentials,
         )
+        # Whether the last lookup that is over had an answer; written by threads.
+        self._answers = False
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tailreplay-match")
         self._threads.submit(self._greet)
 
@@ -64,6 +66,18 @@ class Lookups:
         except ValidationError:
             logger.debug("a request wants an unknown mode, the engine's is used")
             return self._settings.policy(self._settings.mode)
+
+    def patience_s(self, *, busy: bool) -> float:
+        """How long a lookup may take.
+
+        Longer where the engine has other work meanwhile, unless the last one had no answer: a
+        store that is gone costs no more than a lookup's deadline.
+
+        Args:
+            busy: whether it has.
+        """
+        grace_s = self._settings.match_grace_s if busy and self._answers else 0.0
+        return self._settings.match_timeout_s + grace_s
 
     def ask(self, request: Any, tokens: ExtendedTokens, policy: CachePolicy) -> Future[Asked]:
         """Begins a lookup."""
@@ -92,8 +106,10 @@ class Lookups:
         if policy.mode == "off":
             return Asked(namespace, NOTHING)
         try:
-            answer = self._client.match(namespace, tokens)
+            answer = self._client.match(namespace, tokens, timeout_s=self.patience_s(busy=True))
+            self._answers = True
         except TailReplayError as error:
+            self._answers = False
             logger.debug("prefill instead: %s", error)
             return Asked(namespace, NOTHING, "store_down")
         return Asked(namespace, stored_prefix(answer))

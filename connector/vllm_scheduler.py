@@ -66,6 +66,8 @@ class SchedulerSide:
         self._fetched: dict[str, int] = {}
         self._broken: dict[str, int] = {}
         self._locals: LocalStates | None = None
+        # Whether the last step ran anything, or the next one will.
+        self._is_busy = False
 
     def on_new_request(self, request: Any) -> None:
         """Asks the store, so that the answer is there when the request is first scheduled."""
@@ -91,7 +93,7 @@ class SchedulerSide:
         if tracked.policy.mode == "off" or tracked.failed is not None:
             return 0, False
         if not tracked.asked.done():
-            if self._clock() - tracked.asked_s < self._settings.match_timeout_s:
+            if self._clock() - tracked.asked_s < self._lookups.patience_s(busy=self._is_busy):
                 return None, False
             tracked.failed = "deadline"
             return 0, False
@@ -106,6 +108,7 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
+        self._is_busy = True
         self._counts.answered(tracked, extra)
         if extra == 0 or tracked.plan is None:
             return
@@ -144,6 +147,7 @@ class SchedulerSide:
         ops, self._next = self._next, StepOps()
         ops.keeps.extend(self._worth.of_step(self._tracked, scheduler_output))
         ops.idle = not scheduler_output.total_num_scheduled_tokens
+        self._is_busy = not ops.idle
         if ops.idle:
             rest([tracked.asked for tracked in self._tracked.values()])
         return ops

@@ -252,6 +252,49 @@ def test_a_lookup_is_waited_for_no_longer_than_its_deadline(tmp_path: Any):
     side.close()
 
 
+def test_while_others_run_a_store_that_has_answered_is_waited_for_longer():
+    now = 0.0
+    waiting, running = empty_step(), empty_step()
+    running.total_num_scheduled_tokens = 1
+    with serve_in_thread() as server:
+        side = scheduler_side(
+            server.address, clock=lambda: now, match_timeout_s=20, match_grace_s=20
+        )
+        assert answered(side, incoming([1, 2, 3])) == (0, False)
+    slow, late = (incoming([4, 5, 6]) for _ in range(2))
+    slow.request_id, late.request_id = "slow", "late"
+    for asked in (slow, late):
+        assert side.matched(asked, 0) == (None, False)
+    now = 21.0
+    side.step(running)
+    assert side.matched(slow, 0) == (None, False)
+    side.step(waiting)
+    assert side.matched(slow, 0) == (0, False)
+    # The one that was given up is run now, and the other need not be yet.
+    side.allocated(slow, ([1], [2]), 0)
+    assert side.matched(late, 0) == (None, False)
+    now = 41.0
+    side.step(running)
+    assert side.matched(late, 0) == (0, False)
+    side._lookups._client.close()
+    side.close()
+
+
+def test_a_store_that_has_not_answered_is_waited_for_no_longer_whoever_runs(tmp_path: Any):
+    now = 0.0
+    address = f"unix://{tmp_path}/nobody.sock"
+    side = scheduler_side(address, clock=lambda: now, match_timeout_s=20, match_grace_s=20)
+    asked = incoming([1, 2, 3])
+    assert side.matched(asked, 0) == (None, False)
+    now = 21.0
+    running = empty_step()
+    running.total_num_scheduled_tokens = 1
+    side.step(running)
+    assert side.matched(asked, 0) == (0, False)
+    side._lookups._client.close()
+    side.close()
+
+
 @pytest.mark.parametrize("state", ["there", "absent", "frozen"])
 def test_case_71_a_question_in_the_scheduler_s_step_takes_less_than_a_millisecond(
     tmp_path: Any, state: str
