@@ -345,10 +345,8 @@ def test_case_12_nor_does_any_flag_that_cuts_or_holds_less(
     engine.generate(prompts=[prompt])
     asked = [branch(prompt, m, turn=turn) for turn, m in enumerate((450, 901, 1237), 1)]
     found = engine.generate(prompts=asked)
-    # States are where the prefill was cut, every 200 tokens, so no gap is longer.
     assert [one["report"]["matched_tokens"] for one in found] == [450, 901, 1237]
     assert [one["cached"] for one in found] == [450, 901, 1237]
-    assert [one["report"]["recomputed_tokens"] for one in found] == [50, 101, 37]
 
 
 @pytest.mark.parametrize("order", [(0, 5), (5, 0)])
