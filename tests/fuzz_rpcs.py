@@ -13,7 +13,7 @@ from tailreplay.store.checksum import crc32c
 from tailreplay.store.tokens import from_wire, to_wire
 
 _RPCS = {
-    "Store": ("OpenLane", "Release", "Stats", "Describe"),
+    "Store": ("OpenLane", "Release", "ReportDamage", "Stats", "Describe"),
     "Admin": tuple(m.name for m in pb.DESCRIPTOR.services_by_name["Admin"].methods),
 }
 
@@ -84,6 +84,9 @@ def others(fuzz: Fuzz, channel: grpc.Channel, frames: int, service: str) -> None
             message.namespace = GOLDEN.namespace
         if "tokens" in method.input_type.fields_by_name:
             message.tokens.CopyFrom(to_wire(GOLDEN.tokens))
+        if method.name == "ReportDamage":  # a lie, since all of it is whole
+            message.leaf, message.kind = GOLDEN.chain.prefix_hash(700), pb.KIND_KV
+            message.prefix_hash = GOLDEN.chain.prefix_hash(256)
         call = channel.unary_unary(f"/tailreplay.store.v1.{service}/{method.name}")
         fuzz.ask(call, fuzz.changed(message), method.name)
 
