@@ -43,7 +43,11 @@ _PEER_ROLES = ("redhare", "mooncake", "redis_py", "lm", "lmcache_server")
 
 def fields() -> dict[str, Callable[[bool], dict[str, Any]]]:
     """Every field by name, as a function of whether to be quick."""
-    from store_parts.engine import zero_reuse_default_heap, zero_reuse_overhead
+    from store_parts.engine import (
+        zero_reuse_default_heap,
+        zero_reuse_overhead,
+        zero_reuse_real_heads,
+    )
     from store_parts.index import index_bytes_per_block, match_p99_ms
     from store_parts.load import fill_5x, urgent_behind_bulk_ratio
     from store_parts.look_ahead import look_ahead_ratio
@@ -59,6 +63,7 @@ def fields() -> dict[str, Callable[[bool], dict[str, Any]]]:
         "look_ahead_ratio": look_ahead_ratio,
         "match_p99_ms": match_p99_ms,
         "zero_reuse_overhead": zero_reuse_overhead,
+        "zero_reuse_real_heads": zero_reuse_real_heads,
         "zero_reuse_default_heap": zero_reuse_default_heap,
         "index_bytes_per_block": index_bytes_per_block,
         "fill_5x": fill_5x,

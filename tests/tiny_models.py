@@ -41,6 +41,7 @@ def tiny_qwen(
     layers: int = 8,
     hidden: int = 64,
     vocab: int = 256,
+    linear: dict[str, int] = LINEAR_LAYERS,
 ) -> Qwen3_5ForCausalLM:
     """A Qwen3.5 text model, LLLF repeated.
 
@@ -57,7 +58,7 @@ def tiny_qwen(
         max_position_embeddings=65536,
         # Large enough for every layer to matter to the logits.
         initializer_range=hidden**-0.5,
-        **LINEAR_LAYERS,
+        **linear,
     )
     return _random(Qwen3_5ForCausalLM, config, dtype, seed)
 

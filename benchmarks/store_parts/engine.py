@@ -16,8 +16,22 @@ Field = dict[str, Any]
 Costs = dict[str, list[float]]
 
 _PROMPT_TOKENS = 1024
-_LAYERS, _WIDTH, _VOCAB = 12, 1024, 4096
-_PAIRS = 40
+_WIDTH, _VOCAB = 1024, 4096
+_SHAPES: dict[str, Field] = {
+    "small heads": {"layers": 12, "pairs": 40, "linear": {}},
+    "real heads": {
+        "layers": 8,
+        "pairs": 20,
+        "linear": {
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 16,
+        },
+    },
+}
+"""Models by name, and rounds for them; `linear` is what their linear layers have of their own."""
+
 _DRAWS = 2000
 _ADMIT = {"always": "first", "second": "second"}
 """Stores by name, and when they admit what an engine offers."""
@@ -42,17 +56,26 @@ def zero_reuse_overhead(quick: bool) -> Field:
     drift does not favour; a pair is what they cost with a store, and without, in one round. Beside
     the default stands a store that admits on second sighting.
     """
-    return _overhead(quick, _STEADY_HEAP)
+    return _overhead(quick, "small heads", _STEADY_HEAP)
+
+
+def zero_reuse_real_heads(quick: bool) -> Field:
+    """As `zero_reuse_overhead`, on layers as dear beside their calls as those of real models.
+
+    8 layers of width 1024 whose linear ones have 16 heads of 128, as Qwen3.5's have: calling a
+    layer a second time, for the state at the last page, costs the same next to more work.
+    """
+    return _overhead(quick, "real heads", _STEADY_HEAP)
 
 
 def zero_reuse_default_heap(quick: bool) -> Field:
     """As `zero_reuse_overhead`, in an engine whose glibc gives memory back as it likes."""
-    return {**_overhead(quick, {}), "bar": None, "ok": None}
+    return {**_overhead(quick, "small heads", {}), "bar": None, "ok": None}
 
 
-def _overhead(quick: bool, environment: dict[str, str]) -> Field:
-    pairs = 3 if quick else _PAIRS
-    with _stores(environment) as (stores, engine):
+def _overhead(quick: bool, shape: str, environment: dict[str, str]) -> Field:
+    pairs = 3 if quick else _SHAPES[shape]["pairs"]
+    with _stores(shape, environment) as (stores, engine):
         costs = _rounds(stores, engine, pairs)
         parameters = engine.facts["parameters"]
     figures = {name: overhead_figures(costs, name) for name in _ADMIT}
@@ -69,7 +92,7 @@ def _overhead(quick: bool, environment: dict[str, str]) -> Field:
 
 
 @contextmanager
-def _stores(environment: dict[str, str]) -> Iterator[tuple[dict[str, Child], Child]]:
+def _stores(shape: str, environment: dict[str, str]) -> Iterator[tuple[dict[str, Child], Child]]:
     """A store of each kind, and an engine that knows them."""
     with ExitStack() as children:
         folder = children.enter_context(tempfile.TemporaryDirectory(prefix="tailreplay-bench-"))
@@ -87,7 +110,7 @@ def _stores(environment: dict[str, str]) -> Iterator[tuple[dict[str, Child], Chi
             for name, admit in _ADMIT.items()
         }
         addresses = {name: store.facts["address"] for name, store in stores.items()}
-        engine = Child("engine", environment=environment, addresses=addresses)
+        engine = Child("engine", environment=environment, addresses=addresses, shape=shape)
         yield stores, children.enter_context(closing(engine))
 
 
@@ -155,19 +178,20 @@ def _interval_of_median(values: list[float]) -> tuple[float, float]:
     return medians[outside], medians[-outside - 1]
 
 
-def engine_child(addresses: dict[str, str]) -> None:
+def engine_child(addresses: dict[str, str], shape: str) -> None:
     """Role of an engine: `run` prefills a new prompt and waits until it has been stored.
 
     It has a client for each store, by its name; `off` is mode `off`.
     """
     import torch
-    from tiny_models import random_tokens, tiny_qwen
+    from tiny_models import LINEAR_LAYERS, random_tokens, tiny_qwen
 
     from store_parts.children import Answer, answer_commands
     from tailreplay.connector.hf import CachePolicy, HybridEngine
 
     torch.set_num_threads(1)
-    model = tiny_qwen(layers=_LAYERS, hidden=_WIDTH, vocab=_VOCAB)
+    layers, linear = _SHAPES[shape]["layers"], LINEAR_LAYERS | _SHAPES[shape]["linear"]
+    model = tiny_qwen(layers=layers, hidden=_WIDTH, vocab=_VOCAB, linear=linear)
     engines = {n: HybridEngine(model, to, weights_id="bench") for n, to in addresses.items()}
     plain, off = next(iter(engines.values())), CachePolicy(mode="off")
 
