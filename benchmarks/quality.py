@@ -70,7 +70,7 @@ def _measure_all(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         for rounds, rows in enumerate(measured, 1):
             passed_s = time.perf_counter() - started_s
             report["models"][name] = rows
-            _write(report, arguments.out)
+            _write(report, arguments.out, drawn=arguments.columns is None)
             print(f"{name}: {rounds} contexts a row, {passed_s:.0f} s", file=sys.stderr)
             if passed_s > limit_s:
                 break
@@ -128,10 +128,12 @@ def _show(report: dict[str, Any], stream: TextIO) -> None:
         print("\n".join(tables(name, rows)), file=stream)
 
 
-def _write(report: dict[str, Any], out: Path | None) -> None:
+def _write(report: dict[str, Any], out: Path | None, *, drawn: bool) -> None:
+    """The report, and the plots if all of their columns are there."""
     if out is not None:
         out.write_text(json.dumps(report, indent=1), encoding="utf-8")
-        _draw(report["models"], out)
+        if drawn:
+            _draw(report["models"], out)
 
 
 def _draw(models: dict[str, Any], out: Path) -> None:
