@@ -110,10 +110,10 @@ class ErasureLedger:
     def answer(self, erasure_id: bytes, done: Erased) -> bool:
         """Says what this store has erased; returns whether anybody has waited for it."""
         table = _answers(erasure_id)
-        late = _DONE in self._tables.all(table)
-        if not late:
-            self._tables.write(table, {self._store_id: _packed(done)}, _ANSWER_LIFE_S)
-        return not late
+        if _DONE in self._tables.all(table):
+            return False
+        self._tables.write(table, {self._store_id: _packed(done)}, _ANSWER_LIFE_S)
+        return _DONE not in self._tables.all(table)
 
     def answers(self, erasure_id: bytes) -> dict[bytes, Erased]:
         """What stores have answered."""

@@ -94,10 +94,8 @@ class Erasures:
             done = self._here(erasure)
             if done.names is not None:
                 done.names.update(names)
-            asked = self._ask_others(self._ledger, erasure, done)
+            self._close(self._ledger, self._ask_others(self._ledger, erasure, done), done)
             self._eraser.delete_in_redis(done)
-            for erasure_id in asked:
-                self._ledger.close(erasure_id)
         except StoreUnavailable as error:
             raise StoreUnavailable(f"the CPU tier was cleared, Redis was not: {error}") from error
         return done
@@ -130,21 +128,29 @@ class Erasures:
             self._done = (self._done or set(asked)) & asked.keys()
 
     def _ask_others(self, ledger: ErasureLedger, erasure: Erasure, done: Erased) -> list[bytes]:
-        """Has all others erase theirs, until none knows of more; adds what they did."""
+        """Has all others erase theirs, until none knows of more; adds what they did.
+
+        One is asked of which Redis knows nothing, too: it was held up, or Redis has lost its word.
+        """
         asked = []
         for _ in range(_ROUNDS):
             others = ledger.others()
-            if not others:
-                break
             known = frozenset(done.namespaces)
             asked.append(erasure_id := new_erasure_id())
             self._note_done(erasure_id)
             ledger.ask(erasure_id, erasure._replace(namespaces=known))
             self._wait(ledger, erasure_id, others, done)
-            if done.namespaces <= known or erasure.everything:
+            if not others or done.namespaces <= known or erasure.everything:
                 break
             done.add(self._here(erasure._replace(namespaces=frozenset(done.namespaces))))
         return asked
+
+    def _close(self, ledger: ErasureLedger, asked: Collection[bytes], done: Erased) -> None:
+        """Waits no more: who has not answered by now deletes in Redis itself."""
+        for erasure_id in asked:
+            ledger.close(erasure_id)
+            for answer in ledger.answers(erasure_id).values():
+                done.namespaces |= answer.namespaces
 
     def _note_done(self, erasure_id: bytes) -> None:
         with self._lock:

@@ -141,6 +141,23 @@ def test_a_store_that_comes_late_erases_all_the_same(stores, tables, keys):
     assert asker.answers(erasure_id) == {}
 
 
+def test_a_store_of_which_redis_knows_nothing_erases_when_it_is_back(stores, redis_server, keys):
+    """Redis was flushed, or the store held up: nobody waits for it, but it is asked."""
+    (first, writer), (_, operator) = stores
+    prefix = prefix_of(ACME)
+    writer.put(prefix)
+    until(lambda: not writer.stats().redis_pending_bytes)
+    erasures = first.store.admin.erasures
+    tick, erasures.tick = erasures.tick, lambda: None
+    with closing(redis.Redis.from_url(redis_server.url)) as raw:
+        raw.flushall()
+    answer = erase(operator)
+    assert (answer.stores, answer.silent_stores) == (0, 0)
+    erasures.tick = tick
+    until(lambda: writer.match(prefix).matched_tokens == 0)
+    until(lambda: not keys(prefix))
+
+
 CLEARED = {
     "namespace": lambda prefix: pb.ClearRequest(namespace=prefix.namespace),
     "tenant": lambda prefix: pb.ClearRequest(tenant=prefix.tenant),
