@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import json
 import sys
 import tempfile
@@ -61,6 +62,8 @@ class Bench:
         self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         self._store = stack.enter_context(serve_in_thread(pool_bytes=1 << 30))
         self._model = qwen35(self._folder / "model")
+        gc.collect()
+        gc.freeze()  # as `tailreplay-store serve` does
 
     def shared(self) -> dict[str, Any]:
         """Shared prefixes and a chat: ours, no cache, vLLM's own."""
