@@ -26,8 +26,9 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., An
     model: Path = qwen35(folder / "model")
     with serve_in_thread(pool_bytes=256 * MIB) as store:
 
-        def begin(pool_bytes: int = 64 * MIB, mode: str = "exact", **arguments: Any) -> Engine:
-            connector = {"device_pool_bytes": pool_bytes, "mode": mode}
+        def begin(pool_bytes: int = 64 * MIB, **arguments: Any) -> Engine:
+            # Hiddens are stored, so that a request may have a tail.
+            connector = {"device_pool_bytes": pool_bytes, "store_hiddens": True}
             engines.append(Engine(model, store.address, folder, connector=connector, **arguments))
             return engines[-1]
 
@@ -134,18 +135,18 @@ def test_a_chat_with_prefix_caching_takes_its_states_out_of_the_pool(start: Call
     assert caching.left_over() == 0
 
 
-def test_tails_of_hiddens_come_out_of_the_pool(start: Callable[..., Any]):
-    tails = start(mode="tail")
+def test_tails_of_hiddens_come_out_of_the_pool(tiered: Any):
     prompt = tokens(1400, seed=7)
-    tails.generate(prompts=[prompt])
-    found = [tails.generate(prompts=[branch(prompt, 1280, turn=turn)])[0] for turn in (1, 2)]
+    tiered.generate(prompts=[prompt])
+    asked = [[branch(prompt, 1280, turn=turn)] for turn in (1, 2)]
+    found = [tiered.generate(prompts=one, mode="tail")[0] for one in asked]
     for one in found:
         assert one["report"]["mode"] == "tail"
         pool, store = sizes(one)
         assert pool["hidden"] > 0
         assert store == {}
-    plain = tails.generate(prompts=[branch(prompt, 1280, turn=2)], mode="off")
-    zeros = tails.generate(prompts=[branch(prompt, 1280, turn=2)], mode="zero")
+    plain = tiered.generate(prompts=asked[1], mode="off")
+    zeros = tiered.generate(prompts=asked[1], mode="zero")
     assert worst(found[1:], plain) < worst(zeros, plain)
 
 
