@@ -111,6 +111,7 @@ class Administration:
 
     def redis_lost(self) -> None:
         """Says anew what stores say in Redis by themselves, since it may have lost it."""
+        self.erasures.redis_lost()
         self.operators.redis_lost()
         self._names.redis_lost()
 

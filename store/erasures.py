@@ -30,6 +30,9 @@ _LOOK_EVERY_S = 0.05
 _ROUNDS = 3
 """Times that stores are asked again, since one of them knew of more namespaces."""
 
+_KNOWN_S = 2 * 24 * 3600.0
+"""For so long it is known what was asked for and done, whatever Redis still knows of it."""
+
 
 class Erasures:
     """Erases here and at all other stores. Thread-safe.
@@ -54,9 +57,12 @@ class Erasures:
         self._patience_s = patience_s
         # Touched by `tick` alone: when this store last said that it lives.
         self._lived_at_s = -math.inf
-        # Guarded by _lock: erasures that need nothing more here; None before it has joined.
+        # Guarded by _lock: since when erasures need nothing more here, None before it has joined;
+        # those of tenants that were asked for here; and whether Redis may have lost them.
         self._lock = threading.Lock()
-        self._done: set[bytes] | None = None
+        self._done: dict[bytes, float] | None = None
+        self._own: dict[bytes, Erasure] = {}
+        self._is_lost = False
 
     def join(self) -> None:
         """Counts this store in; what was asked for before is nothing that it has.
@@ -67,7 +73,7 @@ class Erasures:
         if self._ledger is not None:
             self._ledger.live()
             with self._lock:
-                self._done = set(self._ledger.asked())
+                self._done = dict.fromkeys(self._ledger.asked(), time.monotonic())
 
     def leave(self) -> None:
         """Counts it out: its pool goes."""
@@ -76,6 +82,11 @@ class Erasures:
                 self._ledger.leave()
             except StoreUnavailable as error:
                 logger.debug("others will wait for this store for a while: %s", error)
+
+    def redis_lost(self) -> None:
+        """Has what was asked for here asked again, for who has not heard of it before."""
+        with self._lock:
+            self._is_lost = True
 
     def everywhere(self, erasure: Erasure, names: Collection[bytes] = ()) -> Erased:
         """Erases here, at all other stores, and in Redis, and counts what is left.
@@ -109,6 +120,7 @@ class Erasures:
                 self._ledger.live()
                 self._lived_at_s = time.monotonic()
             asked = self._ledger.asked()
+            self._ask_again(self._ledger, asked)
             self._carry_out(self._ledger, asked)
         except StoreUnavailable as error:
             logger.debug("other stores' erasures wait: %s", error)
@@ -116,7 +128,7 @@ class Erasures:
     def _carry_out(self, ledger: ErasureLedger, asked: Mapping[bytes, Erasure]) -> None:
         with self._lock:
             has_joined = self._done is not None
-            todo = asked.keys() - (self._done or set())
+            todo = asked.keys() - (self._done or {}).keys()
         for erasure_id in todo:
             done = self._here(asked[erasure_id])
             # Redis was away when this store began: what is there now may be newer than the erasure.
@@ -125,7 +137,19 @@ class Erasures:
             self._note_done(erasure_id)
             logger.info("forgot %d objects, as another store was asked to", done.objects)
         with self._lock:
-            self._done = (self._done or set(asked)) & asked.keys()
+            now_s = time.monotonic()
+            known = self._done or dict.fromkeys(asked, now_s)
+            self._done = {i: at for i, at in known.items() if i in asked or now_s < at + _KNOWN_S}
+            self._own = {i: own for i, own in self._own.items() if i in self._done}
+
+    def _ask_again(self, ledger: ErasureLedger, asked: Mapping[bytes, Erasure]) -> None:
+        with self._lock:
+            lost = {i: own for i, own in self._own.items() if self._is_lost and i not in asked}
+        for erasure_id, erasure in lost.items():
+            ledger.close(erasure_id)
+            ledger.ask(erasure_id, erasure)
+        with self._lock:
+            self._is_lost = self._is_lost and any(i not in asked for i in self._own)
 
     def _ask_others(self, ledger: ErasureLedger, erasure: Erasure, done: Erased) -> list[bytes]:
         """Has all others erase theirs, until none knows of more; adds what they did.
@@ -138,7 +162,11 @@ class Erasures:
             known = frozenset(done.namespaces)
             asked.append(erasure_id := new_erasure_id())
             self._note_done(erasure_id)
-            ledger.ask(erasure_id, erasure._replace(namespaces=known))
+            own = erasure._replace(namespaces=known)
+            if erasure.tenant and not erasure.clears:
+                with self._lock:
+                    self._own[erasure_id] = own
+            ledger.ask(erasure_id, own)
             self._wait(ledger, erasure_id, others, done)
             if not others or done.namespaces <= known or erasure.everything:
                 break
@@ -155,7 +183,7 @@ class Erasures:
     def _note_done(self, erasure_id: bytes) -> None:
         with self._lock:
             if self._done is not None:
-                self._done.add(erasure_id)
+                self._done[erasure_id] = time.monotonic()
 
     def _wait(
         self, ledger: ErasureLedger, erasure_id: bytes, others: set[bytes], done: Erased

@@ -158,6 +158,28 @@ def test_a_store_of_which_redis_knows_nothing_erases_when_it_is_back(stores, red
     until(lambda: not keys(prefix))
 
 
+def test_an_erasure_that_redis_has_lost_is_asked_for_again(stores, redis_server, keys):
+    (first, writer), (_, operator) = stores
+    prefix = prefix_of(ACME)
+    writer.put(prefix)
+    until(lambda: not writer.stats().redis_pending_bytes)
+    erasures = first.store.admin.erasures
+    tick, erasures.tick = erasures.tick, lambda: None
+    with closing(redis.Redis.from_url(redis_server.url)) as raw:
+        raw.flushall()
+        erase(operator)
+        raw.flushall()
+        until(lambda: keys(prefix))  # the other store knows of nothing, and has made up for it
+    erasures.tick = tick
+    until(lambda: writer.match(prefix).matched_tokens == 0)
+    until(lambda: not keys(prefix))
+    assert writer.put(prefix).stored == 21
+    for store in stores:
+        store[0].store.admin.erasures.redis_lost()
+        store[0].store.admin.erasures.tick()
+    assert writer.match(prefix).matched_tokens == 1000
+
+
 CLEARED = {
     "namespace": lambda prefix: pb.ClearRequest(namespace=prefix.namespace),
     "tenant": lambda prefix: pb.ClearRequest(tenant=prefix.tenant),
