@@ -216,6 +216,7 @@ def called(
     credentials = CREDENTIALS.get()
     try:
         address = checked_address(url)
+        credentials.metadata()  # or it is the store that says that no token came
         channel = credentials.channel(address, [("grpc.enable_http_proxy", 0)])
     except ValueError as error:
         raise InvalidRequest(str(error)) from None

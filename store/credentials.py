@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import ssl
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,7 @@ import grpc
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tailreplay.store.address import is_local
-from tailreplay.store.auth import METADATA_KEY
+from tailreplay.store.auth import BEARER, METADATA_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,11 +75,11 @@ class Credentials(BaseModel):
         """What each call carries.
 
         Raises:
-            OSError: the token file can not be read.
+            ValueError: the token file can not be read, or holds no token.
         """
         if self.token_file is None:
             return ()
-        return ((METADATA_KEY, f"Bearer {self.token_file.read_text('utf-8').strip()}"),)
+        return ((METADATA_KEY, f"{BEARER}{_token(self.token_file)}"),)
 
     def context(self) -> ssl.SSLContext | None:
         """For a data lane over TCP; None = in the clear.
@@ -99,6 +100,22 @@ class Credentials(BaseModel):
         return context
 
 
+def _token(file: Path) -> str:
+    """The token in a file; what is wrong with one is said without its content.
+
+    gRPC would repeat a value that it can not send.
+    """
+    try:
+        token = file.read_bytes().strip()
+    except OSError as error:
+        raise ValueError(f"{file} can not be read: {error.strerror}") from None
+    if not token:
+        raise ValueError(f"{file} is empty, wanted a token")
+    if any(not 0x20 <= byte < 0x7F for byte in token):
+        raise ValueError(f"{file} holds no token: wanted one line of printable ASCII")
+    return token.decode("ascii")
+
+
 class _Bearer(
     grpc.UnaryUnaryClientInterceptor,  # type: ignore[misc,unused-ignore]
     grpc.UnaryStreamClientInterceptor,  # type: ignore[misc,unused-ignore]
@@ -108,14 +125,24 @@ class _Bearer(
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
+        # Guarded by _lock: what was wrong with the token last, which is said once.
+        self._lock = threading.Lock()
+        self._fault = ""
 
     def _intercept(self, continuation: Any, details: Any, request: Any) -> Any:
         try:
             metadata = [*(details.metadata or ()), *self._credentials.metadata()]
-        except (OSError, ValueError) as error:
-            logger.warning("no token for the store: %s", error)
+        except ValueError as error:
+            self._note(str(error))
             return continuation(details, request)
+        self._note("")
         return continuation(details._replace(metadata=metadata), request)
+
+    def _note(self, fault: str) -> None:
+        with self._lock:
+            is_new, self._fault = fault != self._fault, fault
+        if is_new and fault:
+            logger.warning("no token for the store: %s", fault)
 
     # Three methods, since gRPC asks for them by name.
 
