@@ -78,6 +78,10 @@ class Asked:
         """Calls the Store service; an error ends the command with a message and code 1."""
         return _or_fail(self.address, rpc.StoreStub, rpc_name, request, TIMEOUT_S)
 
+    def called(self, rpc_name: str, request: Message) -> Any:  # noqa: ANN401 - as the RPC says
+        """As `store`, but an error is raised, as `called` raises it."""
+        return called(self.address, rpc.StoreStub, rpc_name, request, TIMEOUT_S)
+
     def admin(self, rpc_name: str, request: Message) -> Any:  # noqa: ANN401 - as the RPC says
         """As `store`, of the Admin service."""
         return _or_fail(self.admin_address, rpc.AdminStub, rpc_name, request, ADMIN_TIMEOUT_S)
@@ -94,6 +98,15 @@ class Asked:
         """A namespace as engines call it, among those that the caller's token reads."""
         return self._named(given, _readable)
 
+    def only_namespace(self) -> bytes:
+        """The only namespace that the caller's token reads, as engines call it.
+
+        Raises:
+            InvalidRequest: there is none, or more than one.
+            TailReplayError: as `called`.
+        """
+        return self._only(_readable)
+
     def public_namespace(self, given: str) -> bytes:
         """A namespace of the public scope."""
         return self._named(given, lambda space: space.namespace if space.is_public else b"")
@@ -101,17 +114,22 @@ class Asked:
     def _named(self, given: str, name: Callable[[pb.NamespaceInfo], bytes]) -> bytes:
         if given:
             return self._meant(from_hex("namespace", given, "describe", NAMESPACE_BYTES), name)
-        answer: pb.DescribeResponse = self.store("Describe", pb.DescribeRequest())
+        try:
+            return self._only(name)
+        except TailReplayError as error:
+            fail(str(error))
+
+    def _only(self, name: Callable[[pb.NamespaceInfo], bytes]) -> bytes:
+        answer: pb.DescribeResponse = self.called("Describe", pb.DescribeRequest())
         found = {name(space) for space in answer.namespaces} - {b""}
         if len(found) != 1:
-            fail(_which(found, answer))
+            raise InvalidRequest(_which(found, answer))
         return found.pop()
 
     def _meant(self, given: bytes, name: Callable[[pb.NamespaceInfo], bytes]) -> bytes:
         """What is meant by a namespace, whether it is given as the store or as engines call it."""
         try:
-            request = pb.DescribeRequest()
-            answer = called(self.address, rpc.StoreStub, "Describe", request, TIMEOUT_S)
+            answer = self.called("Describe", pb.DescribeRequest())
         except TailReplayError:
             return given
         spaces = [s for s in answer.namespaces if given in (s.namespace, s.sent_namespace)]

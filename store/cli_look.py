@@ -12,7 +12,8 @@ from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import cli_tables
 from tailreplay.store.cli_command import Asked, command
 from tailreplay.store.cli_io import Namespace, Prompt, fail, plain, read_prompt
-from tailreplay.store.errors import InvalidRequest
+from tailreplay.store.errors import InvalidRequest, TailReplayError
+from tailreplay.store.prompt_cost import prompt_cost
 from tailreplay.store.tokens import extended_tokens, to_wire
 
 app = typer.Typer()
@@ -58,11 +59,17 @@ def explain(
     ] = None,
     namespace: Namespace = "",
 ) -> None:
-    """Why a prompt hits or misses: what is stored of it, and where two prompts part."""
+    """Why a prompt hits or misses: what is stored of it, and where two prompts part.
+
+    With two prompts: what the second costs an exact engine from the nearest state that the store
+    has where they part or before.
+    """
     try:
         ids = read_prompt(prompt)
         if other is not None:
-            facts = _compare(ids, read_prompt(other))
+            second = read_prompt(other)
+            facts = _compare(ids, second)
+            facts |= _costs(asked, namespace, second, facts["shared_tokens"])
             asked.write(facts, cli_tables.facts)
             return
         tokens = to_wire(extended_tokens(ids))
@@ -75,7 +82,7 @@ def explain(
 
 
 def _compare(first: list[int], second: list[int]) -> dict[str, Any]:
-    """Where two prompts part, and what that costs the second."""
+    """Where two prompts part."""
     pairs = zip(first, second, strict=False)
     shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
     at = {
@@ -89,5 +96,29 @@ def _compare(first: list[int], second: list[int]) -> dict[str, Any]:
         "first_differing_position": shared if shared < max(len(first), len(second)) else None,
         "token_in_first": at["first"],
         "token_in_second": at["second"],
-        "tokens_to_prefill": len(second) - min(shared, max(len(second) - 1, 0)),
+    }
+
+
+def _costs(asked: Asked, namespace: str, ids: list[int], shared: int) -> dict[str, Any]:
+    """What a prompt costs of which `shared` tokens may be stored, and how that was counted."""
+    tokens = to_wire(extended_tokens(ids))
+    space = asked.sent_namespace(namespace) if namespace else b""
+    try:
+        request = pb.MatchRequest(namespace=space or asked.only_namespace(), tokens=tokens)
+        answer = asked.called("Match", request)
+    except TailReplayError as error:
+        if namespace:
+            fail(str(error))
+        return {
+            "from_state": None,
+            "tokens_to_replay": None,
+            "tokens_to_prefill": len(ids) - min(shared, max(len(ids) - 1, 0)),
+            "counted": f"as if a state were stored where they part; no store said: {error}",
+        }
+    cost = prompt_cost(answer, shared, len(ids))
+    return {
+        "from_state": cost.from_state,
+        "tokens_to_replay": cost.to_replay,
+        "tokens_to_prefill": cost.to_prefill,
+        "counted": "from what the store has, for mode exact with default settings",
     }
