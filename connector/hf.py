@@ -27,7 +27,7 @@ from tailreplay.connector.load import LoadFailed
 from tailreplay.connector.payload import PayloadCodec
 from tailreplay.connector.plan import plan_fetch
 from tailreplay.connector.policy import CachePolicy
-from tailreplay.connector.report import Report
+from tailreplay.connector.report import Report, why_missed
 from tailreplay.connector.stored import NOTHING, StoredPrefix, stored_prefix
 from tailreplay.connector.triton_guard import guard_triton
 from tailreplay.store.chain import PrefixChain
@@ -220,7 +220,7 @@ class HybridEngine:
             logger.debug("%s: prefill instead: %s", type(error).__name__, error)
             if not isinstance(error, NotAsked):
                 report.round_trip()
-            report.missed("store_down")
+            report.missed(why_missed(error))
             return NOTHING
         report.round_trip()
         report.event("matched")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tailreplay.connector.coverage import Coverage
+from tailreplay.connector.report import why_missed
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.errors import (
     GeometryMismatch,
@@ -114,7 +115,7 @@ class Load:
             over = LoadFailed("integrity", str(error))
             stream.cancel()
         except TailReplayError as error:
-            over = LoadFailed("store_down", str(error))
+            over = LoadFailed(why_missed(error), str(error))
         finally:
             with self._changed:
                 self._over = over

@@ -6,10 +6,13 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from tailreplay.store.errors import NotAllowed, NotAuthenticated
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from tailreplay.connector.fetch_plan import FetchPlan
+    from tailreplay.store.errors import TailReplayError
     from tailreplay.store.objects import Kind
 
 
@@ -109,3 +112,8 @@ class Report:
         """The report; `matched = used + sum(lost)` holds in it."""
         events = [{"order": i, "name": name} for i, name in enumerate(self._events)]
         return {**self._fields, "phases_s": dict(self._phases_s), "events": events}
+
+
+def why_missed(error: TailReplayError) -> str:
+    """The reason in a report for what a store raised: `refused` if it does not know the caller."""
+    return "refused" if isinstance(error, (NotAuthenticated, NotAllowed)) else "store_down"

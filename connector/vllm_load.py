@@ -11,6 +11,7 @@ import torch
 
 from tailreplay.connector.device_load import names_along, skipped_rows
 from tailreplay.connector.load import Load, LoadFailed
+from tailreplay.connector.report import why_missed
 from tailreplay.connector.vllm_meta import LOCAL
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.chain import PrefixChain
@@ -213,7 +214,7 @@ class RankLoad:
             return failure.reason
         except TailReplayError as error:
             logger.info("a load failed, prefill instead: %s", error)
-            return "store_down"
+            return why_missed(error)
         return None
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from tailreplay.connector.client import StoreClient
+from tailreplay.connector.report import why_missed
 from tailreplay.connector.stored import NOTHING, stored_prefix
 from tailreplay.connector.vllm_config import APPROXIMATE
 from tailreplay.connector.vllm_meta import IDLE_S
@@ -111,7 +112,7 @@ class Lookups:
         except TailReplayError as error:
             self._answers = False
             logger.debug("prefill instead: %s", error)
-            return Asked(namespace, NOTHING, "store_down")
+            return Asked(namespace, NOTHING, why_missed(error))
         return Asked(namespace, stored_prefix(answer))
 
 

@@ -1,5 +1,6 @@
 """Whatever fails at the store, the answer is that of a prefill."""
 
+import logging
 import tempfile
 import threading
 
@@ -9,6 +10,7 @@ from case_helpers import (
     STORE,
     WAIT_S,
     ask,
+    ask_as,
     assert_reused,
     assert_right,
     fill_redis,
@@ -19,11 +21,13 @@ from case_helpers import (
     replica,
 )
 from hf_prompts import SHORT
+from tokens_file import serve_tenants
 from waiting import Clock
 
 from tailreplay.connector.client import StoreClient
 from tailreplay.store import serve_in_thread
 from tailreplay.store.config import StoreConfig
+from tailreplay.store.credentials import Credentials
 from tailreplay.store.objects import Kind
 from tailreplay.store.server import StoreServer
 
@@ -203,3 +207,17 @@ def test_what_nobody_foresaw_in_a_write_back_is_logged_and_the_next_prompt_is_st
         client.broken = False
         ask(engine, SHORT)
         assert ask(engine, [*SHORT, 7]).report["matched_tokens"] == len(SHORT)
+
+
+def test_without_a_good_token_the_store_has_refused_and_the_log_says_why_once(tmp_path, caplog):
+    file = tmp_path / "two.token"
+    file.write_text("s3cret\nolds3cret\n")
+    with serve_tenants(tmp_path) as server, caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            out = ask_as(server, Credentials(token_file=file), SHORT)
+            assert (out.report["mode"], out.report["miss_reason"]) == ("miss", "refused")
+            assert_right(out, SHORT)
+    assert "s3cret" not in caplog.text
+    assert [r.message for r in caplog.records if r.name.endswith("credentials")] == [
+        f"no token for the store: {file} holds no token: wanted one line of printable ASCII"
+    ] * 2  # of two engines
