@@ -58,7 +58,7 @@ class Erasures:
         # Touched by `tick` alone: when this store last said that it lives.
         self._lived_at_s = -math.inf
         # Guarded by _lock: since when erasures need nothing more here, None before it has joined;
-        # those of tenants that were asked for here; and whether Redis may have lost them.
+        # those that were asked for here, but for blocks; and whether Redis may have lost them.
         self._lock = threading.Lock()
         self._done: dict[bytes, float] | None = None
         self._own: dict[bytes, Erasure] = {}
@@ -163,7 +163,7 @@ class Erasures:
             asked.append(erasure_id := new_erasure_id())
             self._note_done(erasure_id)
             own = erasure._replace(namespaces=known)
-            if erasure.tenant and not erasure.clears:
+            if not erasure.block:
                 with self._lock:
                     self._own[erasure_id] = own
             ledger.ask(erasure_id, own)
