@@ -43,7 +43,8 @@ def _ratio_lines(models: dict[str, list[dict[str, Any]]]) -> Iterator[Line]:
                 TEXT,
             ):
                 parts = [row["columns"][column]["of_full"][0] for column in columns]
-                yield f"{model}: {row['task']}", list(enumerate(parts))
+                if not any(map(math.isnan, parts)):  # what full can not do, no other way can keep
+                    yield f"{model}: {row['task']}", list(enumerate(parts))
 
 
 def _distance_lines(models: dict[str, list[dict[str, Any]]]) -> Iterator[Line]:
