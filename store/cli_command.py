@@ -108,7 +108,9 @@ class Asked:
         return self._only(_readable)
 
     def public_namespace(self, given: str) -> bytes:
-        """A namespace of the public scope."""
+        """A namespace of the public scope; ends the command where the store can have none."""
+        if not given and not _asks_tokens(self.store("Describe", pb.DescribeRequest())):
+            fail("the store asks for no tokens (token_file), so nothing in it can be public")
         return self._named(given, lambda space: space.namespace if space.is_public else b"")
 
     def _named(self, given: str, name: Callable[[pb.NamespaceInfo], bytes]) -> bytes:
@@ -263,6 +265,11 @@ def _readable(space: pb.NamespaceInfo) -> bytes:
     return space.sent_namespace if own or space.is_public else b""
 
 
+def _asks_tokens(answer: pb.DescribeResponse) -> bool:
+    """Whether a store asks for tokens; where it does not, everybody sees its settings."""
+    return answer.settings.get("token_file") != "None"
+
+
 def _which(found: Collection[bytes], answer: pb.DescribeResponse) -> str:
     """Why a store's namespaces do not say which is meant, and what does."""
     if found:
@@ -276,7 +283,8 @@ def _which(found: Collection[bytes], answer: pb.DescribeResponse) -> str:
             "a store learns what engines call one when they use it; wanted --namespace, as engines "
             "call it"
         )
-    return (
-        "the store names no namespace: nothing is stored yet, or nothing with your token since the "
-        "store's start; wanted --namespace, as engines call it"
-    )
+    if not _asks_tokens(answer):
+        why = "nothing is stored yet, or nothing any more"
+    else:
+        why = "nothing is stored yet, or nothing with your token since the store's start"
+    return f"the store names no namespace: {why}; wanted --namespace, as engines call it"

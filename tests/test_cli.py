@@ -113,7 +113,17 @@ def test_a_store_with_nothing_stored_says_so():
     with serve_in_thread() as empty:
         done = run("query", "-", "--url", empty.address, stdin="[1, 2]")
     assert done.returncode == 1
-    assert "nothing is stored yet" in done.stderr
+    assert "nothing is stored yet, or nothing any more; wanted --namespace" in done.stderr
+
+
+def test_a_store_without_tokens_says_that_nothing_can_be_public(server):
+    answers = [
+        run("public", "add", "-", "--url", server.address, *more, stdin="[1, 2]")
+        for more in ((), ("--namespace", "00" * 32))
+    ]
+    assert [done.returncode for done in answers] == [1, 1]
+    assert "asks for no tokens (token_file), so nothing in it can be public" in answers[0].stderr
+    assert "no token_file: it knows no tenants, and nothing can be public" in answers[1].stderr
 
 
 def test_explain_says_that_there_is_no_such_prompt(tmp_path):
