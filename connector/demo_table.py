@@ -13,6 +13,18 @@ if TYPE_CHECKING:
 
 _COLUMNS = ("", "matched", "used", "replayed", "again", "cold", "TTFT", "off by", "answer")
 _KINDS = ("kv", "hidden", "checkpoint")
+LEGEND = (
+    ("again", "shared tokens that were prefilled again, since no state lay nearer"),
+    ("cold", "ms to the first token without the store, measured beside each row"),
+    ("TTFT", "ms to the first token with it; times vary with the machine's load"),
+    ("off by", "largest relative difference of the first token's logits from a full prefill's"),
+    ("exact", "the nearest stored state, and the gap behind it closed: nothing is approximate"),
+    ("tail", "states rebuilt from the last 5% or 10% of the tokens: approximate"),
+    ("auto", "a tail where it is known to be good enough, else exact"),
+    ("zero", "states zeroed, a control: fast, and right only where attention has the answer"),
+    ("off", "without the store"),
+)
+"""What columns and rows mean."""
 _CHECKS = {
     "matched_is_shared": "every mode that asks the fresh store matched exactly the shared tokens",
     "exact_uses_all": "exact used every matched token",
@@ -31,10 +43,11 @@ def show_rows(console: Console, result: dict[str, Any]) -> None:
     shared, total = result["shared_tokens"], result["prompt_tokens"]
     console.print(f"\nPrompts of {total} tokens; the first {shared} were prefilled elsewhere.")
     console.print('They hold "Harriet = 17;" among the text, and end in "Harriet is".')
-    console.print("again = prefilled again; cold, TTFT = ms to the first token without the store")
-    console.print(
-        "and with it; off by = largest relative difference of its logits from a prefill.\n"
-    )
+    right = result["right_answer"]
+    console.print(f'The right answer is "{right.strip()}". The columns and rows:\n')
+    for name, meaning in LEGEND:
+        console.print(f"  {name:7}  {meaning}", markup=False)
+    console.print()
     parts = [("fresh store", result["fresh"])]
     parts.append(("second visit", [result["second_visit"]]))
     if "restarted" in result:
@@ -43,7 +56,7 @@ def show_rows(console: Console, result: dict[str, Any]) -> None:
     title = "the same, asked of a model that keeps facts in its states"
     parts.append((title, result["in_states"]))
     for title, rows in parts:
-        _print(console, title, _COLUMNS, [_cells(row) for row in rows])
+        _print(console, title, _COLUMNS, [_cells(row, right) for row in rows])
     loaded = [
         [f"{row['row']}, {title}", *_loaded(row, tier)]
         for title, rows in parts[:-1]
@@ -69,7 +82,7 @@ def show_checks(console: Console, checks: dict[str, bool]) -> None:
         console.print(f"{'ok    ' if holds else 'FAILED'} {_CHECKS[name]}")
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _cells(row: dict[str, Any], right: str) -> list[str]:
     report = row["report"]
     why = report["miss_reason"] or report["mode"]
     used_as = "" if row["row"].startswith(report["mode"]) else f" ({why})"
@@ -80,7 +93,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['cold_ttft_s'] * 1000:.0f}",
         f"{report['ttft_s'] * 1000:.0f}",
         f"{row['largest_difference']:.1e}",
-        row["answer"],
+        row["answer"] if row["answer"] == right else f"{row['answer']} (wrong)",
     ]
 
 

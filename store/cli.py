@@ -27,7 +27,7 @@ from tailreplay.store import (
     cli_token,
     cli_top,
 )
-from tailreplay.store.cli_io import CREDENTIALS, fail
+from tailreplay.store.cli_io import CREDENTIALS, Format, fail
 from tailreplay.store.credentials import Credentials
 
 app = typer.Typer(
@@ -73,13 +73,18 @@ def _options(
         fail("; ".join(item["msg"] for item in error.errors(include_url=False)))
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def demo(context: typer.Context) -> None:
-    """Two engines share one store: tokens reused, time to the first token, exactness.
-
-    With --format json (or --json) it prints one JSON object.
-    """
-    command = [sys.executable, "-P", "-m", "tailreplay.connector.demo", *context.args]
+@app.command()
+def demo(
+    output_format: Annotated[
+        Format, typer.Option("--format", help="how to write what was measured")
+    ] = Format.TERMINAL,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="one JSON object: the same as --format json")
+    ] = False,
+) -> None:
+    """Two engines share one store: tokens reused, time to the first token, exactness."""
+    kind = Format.JSON if as_json else output_format
+    command = [sys.executable, "-P", "-m", "tailreplay.connector.demo", "--format", kind.value]
     raise typer.Exit(subprocess.run(command, check=False).returncode)
 
 
