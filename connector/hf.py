@@ -9,7 +9,14 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
+try:
+    import torch
+    import transformers  # noqa: F401 - for hf_model
+except ModuleNotFoundError as error:
+    raise ImportError(
+        f"tailreplay.connector.hf needs torch and transformers ({error}): "
+        "pip install 'tailreplay[hf]'"
+    ) from error
 
 from tailreplay.connector import hf_weights
 from tailreplay.connector.calibration import Calibration

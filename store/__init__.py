@@ -16,6 +16,9 @@ __all__ = ["serve_in_thread"]
 
 def __getattr__(name: str) -> object:
     if name == "serve_in_thread":
+        from tailreplay.store.extras import require
+
+        require(name, "store")
         from tailreplay.store.server import serve_in_thread
 
         return serve_in_thread

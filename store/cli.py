@@ -29,6 +29,7 @@ from tailreplay.store import (
 )
 from tailreplay.store.cli_io import CREDENTIALS, Format, fail
 from tailreplay.store.credentials import Credentials
+from tailreplay.store.extras import require
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -83,6 +84,10 @@ def demo(
     ] = False,
 ) -> None:
     """Two engines share one store: tokens reused, time to the first token, exactness."""
+    try:
+        require("demo", "store", "hf")
+    except ImportError as error:
+        fail(str(error))
     kind = Format.JSON if as_json else output_format
     command = [sys.executable, "-P", "-m", "tailreplay.connector.demo", "--format", kind.value]
     raise typer.Exit(subprocess.run(command, check=False).returncode)

@@ -103,7 +103,7 @@ def _serve(
         for item in settings_in_words(given, config):
             cli_tables.facts(Console(highlight=False), item)
             typer.echo()
-    except (TailReplayError, ValueError) as error:
+    except (TailReplayError, ValueError, ImportError) as error:
         fail(str(error))
 
 

@@ -14,6 +14,7 @@ from pydantic_settings import SettingsError
 
 from tailreplay.store.config import ENV_PREFIX, StoreConfig, explained
 from tailreplay.store.errors import InvalidRequest
+from tailreplay.store.extras import require
 from tailreplay.store.json_file import read_json
 
 if TYPE_CHECKING:
@@ -34,7 +35,9 @@ def serve_until_stopped(flags: dict[str, Any], file: Path | None) -> None:
         InvalidRequest: `file` can not be read, or holds something else.
         StoreUnavailable: an address is taken.
         LimitExceeded: there is no room for a pool.
+        ImportError: the packages of a store are not installed.
     """
+    require("serve", "store")
     config = _config(flags, file)
     logging.basicConfig(level=logging.INFO, format=_FORMAT)
     logger = logging.getLogger(__name__)
