@@ -42,7 +42,10 @@ def size(
     ] = "",
     namespace: Namespace = "",
 ) -> None:
-    """How much room prompts need: keys and values, hiddens, checkpoints."""
+    """How much room prompts need: keys and values, checkpoints, and hiddens where stored.
+
+    vLLM engines store hiddens only in modes that use them (`store_hiddens`), HybridEngine always.
+    """
     if shared > tokens:
         fail(f"shared is {shared}, wanted at most tokens, {tokens}")
     try:
@@ -63,7 +66,8 @@ def size(
         "kv_bytes": kv,
         "hidden_bytes": hidden,
         "all_checkpoints_bytes": checkpoints,
-        "total_bytes": kv + hidden + checkpoints,
+        "total_without_hiddens_bytes": kv + checkpoints,
+        "total_with_hiddens_bytes": kv + hidden + checkpoints,
         "least_for_exact_bytes": least,
     }
     asked.write(facts, cli_tables.facts)

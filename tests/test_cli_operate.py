@@ -211,7 +211,8 @@ def test_size_asks_a_store_what_a_token_costs(run, prefix):
     kv, hidden, state = (GEOMETRY[kind].payload_bytes(1) for kind in (KV, HIDDEN, CHECKPOINT))
     assert answer["stored_tokens"] == 3000 + 10 * 2000
     assert answer["checkpoints"] == 2 + 10 * 3
-    assert answer["total_bytes"] == 23_000 * (kv + hidden) + 32 * state
+    assert answer["total_without_hiddens_bytes"] == 23_000 * kv + 32 * state
+    assert answer["total_with_hiddens_bytes"] == 23_000 * (kv + hidden) + 32 * state
     assert answer["least_for_exact_bytes"] == 23_000 * kv + 10 * state
 
 
