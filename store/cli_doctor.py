@@ -207,7 +207,7 @@ def _redis(url: str) -> Iterator[Check]:
                 for check in _redis_checks(servers.clients[0]):
                     yield check._replace(found=which + check.found)
             except redis.exceptions.NoPermissionError as error:
-                todo = "this look needs the rights +info and +time too"
+                todo = "this look needs the rights +info and +time too; the store does without"
                 yield Check("redis", "warn", f"{which}{error}", todo)
             except redis.RedisError as error:
                 todo = "start it, or mend its address or password"
@@ -252,9 +252,9 @@ def _lives(server: redis.Redis) -> Iterator[Check]:
     longest = 0
     for key in server.scan_iter(match="*:[mo]:*", count=1000):
         looked += 1
-        ttl: Any = server.ttl(key)
-        eternal += ttl == -1
-        longest = max(longest, ttl)
+        ttl_ms: Any = server.pttl(key)
+        eternal += ttl_ms == -1
+        longest = max(longest, ttl_ms // 1000)
         if looked >= _SAMPLE:
             break
     found = f"{eternal} of {looked} keys looked at live for ever, others {longest} s at most"

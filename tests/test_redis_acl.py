@@ -1,5 +1,6 @@
 """The rights that docs/redis.md asks for are enough, and no more than what is used is refused."""
 
+import json
 import os
 import re
 from contextlib import closing
@@ -9,9 +10,11 @@ import pytest
 import redis
 from redis_server import RedisServer
 from store_objects import Client, Prefix, span_range
+from typer.testing import CliRunner
 from waiting import until
 
 from tailreplay.store import serve_in_thread
+from tailreplay.store.cli import app
 from tailreplay.store.objects import Kind
 
 pytestmark = pytest.mark.redis
@@ -26,17 +29,22 @@ def rights() -> list[str]:
     return found.split()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
+def password(tmp_path):
+    file = tmp_path / "password"
+    file.write_text("PASSWORD")
+    return file
+
+
+@pytest.fixture
 def server():
     with closing(RedisServer()) as server, closing(redis.Redis.from_url(server.url)) as raw:
         raw.execute_command("ACL", "SETUSER", "tailreplay", *rights())
         yield server, raw
 
 
-def test_a_store_does_all_it_does_with_the_rights_of_the_page(server, tmp_path):
+def test_a_store_does_all_it_does_with_the_rights_of_the_page(server, password):
     redis_server, raw = server
-    password = tmp_path / "password"
-    password.write_text("PASSWORD")
     settings = {
         "redis_url": redis_server.url,
         "redis_username": "tailreplay",
@@ -60,3 +68,24 @@ def test_a_store_does_all_it_does_with_the_rights_of_the_page(server, tmp_path):
         second.store.catalog.redis.renew_used()
     denied = [f"{entry['object']} ({entry['reason']})" for entry in raw.acl_log()]
     assert denied == []
+
+
+def test_doctor_looks_at_redis_with_the_rights_that_the_page_calls_optional(
+    server, password, monkeypatch
+):
+    redis_server, raw = server
+    raw.set("tailreplay:x:m:1", b"1", px=60_000)
+    monkeypatch.setenv("TAILREPLAY_REDIS_USERNAME", "tailreplay")
+    monkeypatch.setenv("TAILREPLAY_REDIS_PASSWORD_FILE", str(password))
+    words = ["doctor", "--redis-url", redis_server.url, "--format", "json"]
+
+    def found() -> dict[str, tuple[str, str]]:
+        checks = json.loads(CliRunner().invoke(app, words).stdout)["checks"]
+        return {check["check"]: (check["state"], check["todo"]) for check in checks}
+
+    assert "redis lives" not in found()
+    state, todo = found()["redis"]
+    assert (state, "rights +info and +time too" in todo) == ("warn", True)
+    (optional,) = re.findall(r"`(.*)` are optional, for `doctor", PAGE.read_text())
+    raw.execute_command("ACL", "SETUSER", "tailreplay", *optional.split())
+    assert found()["redis lives"] == ("ok", "")
