@@ -40,7 +40,12 @@ def unpin(
 @command(kvcache, operators=True)
 def clear(
     asked: Asked,
-    everything: Annotated[bool, typer.Option("--all", help="all of it")] = False,
+    everything: Annotated[
+        bool,
+        typer.Option(
+            "--all", help="all of it, at all stores of the same Redis; does not ask before it does"
+        ),
+    ] = False,
     namespace: Annotated[str, typer.Option(help="of one namespace, in hex")] = "",
     tenant: Annotated[str, typer.Option(help="of one tenant, by name")] = "",
     digest: Digest = False,
