@@ -7,6 +7,7 @@ itself. Here no generator of a stream ever is garbage before it has ended.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import threading
 from queue import SimpleQueue
@@ -48,17 +49,26 @@ class Abandoned:
             self._left.put(stream)
 
     def close(self) -> None:
-        """Ends what was left so far, and stops."""
+        """Ends all streams but those that are giving something in another thread, and stops.
+
+        What somebody still has would else end when its memory is gone.
+        """
         self._left.put(None)
         self._thread.join()
+        for stream in list(self._open.values()):
+            self._end(stream)
 
     def _run(self) -> None:
         while (stream := self._left.get()) is not None:
-            try:
+            self._end(stream)
+
+    def _end(self, stream: Generator[object, None, None]) -> None:
+        try:
+            if inspect.getgeneratorstate(stream) != inspect.GEN_RUNNING:
                 stream.close()
-            except Exception:
-                logger.exception("a stream that was left did not end as it should")
-            self.ended(stream)
+        except Exception:
+            logger.exception("a stream that was left did not end as it should")
+        self.ended(stream)
 
 
 class Guarded(Generic[T]):

@@ -144,3 +144,15 @@ def test_a_stream_that_fails_to_end_does_not_end_the_others(caplog):
     streams.close()
     assert "did not end as it should" in caplog.text
     assert not streams._open
+
+
+def test_what_somebody_still_has_ends_before_its_memory_goes(tmp_path):
+    config = StoreConfig(listen=f"unix://{tmp_path}/s.sock", pool_bytes=16 << 20)
+    with closing(Store(config)) as store:
+        store.put(put_frames(PREFIX), lambda: None)
+        frames = store.fetch(WANTED, lambda: None)
+        while next(frames).record.kind is not RecordKind.ROWS:
+            pass
+        assert store.tiers.pinned_bytes
+    assert is_at_rest(store)
+    assert next(frames, None) is None
