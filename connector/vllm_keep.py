@@ -25,7 +25,7 @@ from tailreplay.store.errors import StoreUnavailable, TailReplayError
 from tailreplay.store.objects import KV_BLOCK_TOKENS, Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from tailreplay.connector.client import StoreClient
     from tailreplay.connector.payload import PayloadCodec
@@ -200,6 +200,7 @@ class Keeper:
         geometry = self._codec.geometry
         total = min(sent.end, len(sent.tokens))
         hidden_first = sent.hidden_first if sent.hidden else total
+        pack: Callable[[], memoryview | Sequence[memoryview]]
         for kind, first, end in plan_put(sent.stored, total, hidden_first):
             if kind is Kind.KV:
                 if not sent.kv or first < sent.first:
@@ -208,7 +209,7 @@ class Keeper:
                 pack = partial(_pack_kv, rows)
             else:
                 rows = sent.hidden[0][:, first - hidden_first : end - hidden_first]
-                pack = partial(self._codec.pack_hidden, list(rows), 0, end - first)
+                pack = partial(self._codec.hidden_parts, list(rows), 0, end - first)
             yield outgoing(sent.namespace, chain, geometry[kind], (first, end), pack)
         for tokens, units in sorted(sent.states.items()):
             span = (tokens - 1, tokens)

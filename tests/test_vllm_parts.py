@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -247,6 +248,39 @@ def test_rows_in_any_portions_become_blocks_and_grow_with_the_answer():
         data = load.wait(0).tobytes()
         got = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).view(800, 8)
         assert torch.equal(got, rows(0, 800)[0, 0, :, 0, :1].expand(-1, 8))
+
+
+@pytest.mark.parametrize("lanes", [True, False])
+def test_hiddens_of_every_source_are_stored_as_they_were(lanes: bool):
+    tokens = extended_tokens(list(range(700)))
+    codec = PayloadCodec(replace(dims(), hidden_sources=(3, 5)))
+    generator = torch.Generator().manual_seed(7)
+    hiddens = torch.randn(2, 700, 8, generator=generator).to(torch.bfloat16)
+    with serve_in_thread() as server, StoreClient(server.address, lanes=lanes) as client:
+        keeper = Keeper(client, codec, 5.0)
+        keeper.begin("r", begin_of(tokens))
+        # Rows of a batch that the next step overwrites, copied as `Capture.hidden_rows` does.
+        batch = torch.empty_like(hiddens)
+        for first, end in ((0, 300), (200, 555), (555, 700)):
+            batch[:, : end - first] = hiddens[:, first:end]
+            own = part_of(batch[:, : end - first].clone(), 1, 0, end - first)
+            keeper.add_rows("r", first, rows(first, end), own)
+            keeper.put("r")
+        batch.fill_(float("nan"))
+        keeper.close()
+        assert keeper.unstored.take() == {}
+        wanted = pb.Range(kind=pb.KIND_HIDDEN, first_token=0, end_token=700, first_unit=0, units=2)
+        leaf = client.match(bytes(32), tokens, timeout_s=5).leaf
+        load = Load(
+            [wanted],
+            codec.geometry,
+            PrefixChain(bytes(32), tokens),
+            stall_timeout_s=5,
+            on_event=lambda name, wanted: None,
+        )
+        load.run(client.fetch(bytes(32), leaf, [wanted], timeout_s=5))
+        found = bytes(load.wait(0).tobytes())
+    assert found == bytes(codec.pack_hidden(list(hiddens), 0, 700))
 
 
 def test_a_request_s_rows_do_not_keep_those_of_the_batch():
