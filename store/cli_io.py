@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from contextlib import nullcontext
 from contextvars import ContextVar
@@ -15,6 +14,7 @@ import typer
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 
+from tailreplay.store.byte_size import byte_size
 from tailreplay.store.credentials import NO_CREDENTIALS
 from tailreplay.store.errors import InvalidRequest
 from tailreplay.store.json_file import read_json
@@ -38,9 +38,6 @@ Prompt = Annotated[Path, typer.Argument(help="JSON array of token ids; - for sta
 Namespace = Annotated[
     str, typer.Option(help="namespace, in hex; may be left out where the store has only one")
 ]
-
-_UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
-_SIZE = re.compile(r"(\d+)\s*([kmgt]?)(?:ib|b)?", re.IGNORECASE)
 
 CREDENTIALS = ContextVar("credentials", default=NO_CREDENTIALS)
 
@@ -113,13 +110,10 @@ def read_prompt(path: Path) -> list[int]:
 
 def size_of(name: str, text: str) -> int:
     """Bytes in `512MiB`, `20g` or a number of bytes, given as `name`; ends the command if wrong."""
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
-        fail(f"{name} is {text!r}, wanted a size such as 512MiB, 20GiB or a number of bytes")
-    size = int(found[1]) << _UNITS[found[2].lower()]
-    if size >= 1 << 63:
-        fail(f"{name} is {text!r}, wanted less than 8 EiB")
-    return size
+    try:
+        return byte_size(text)
+    except ValueError as error:
+        fail(f"{name} is {text!r}, {error}")
 
 
 def is_left(answer: pb.EraseResponse | pb.RemovePublicResponse) -> bool:

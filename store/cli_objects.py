@@ -10,7 +10,7 @@ import typer
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import cli_tables
 from tailreplay.store.cli_command import Asked, command
-from tailreplay.store.cli_io import Namespace, Prompt, fail, plain, read_prompt
+from tailreplay.store.cli_io import Namespace, Prompt, fail, plain, read_prompt, size_of
 from tailreplay.store.errors import InvalidRequest
 from tailreplay.store.tokens import extended_tokens, to_wire
 
@@ -71,13 +71,17 @@ def pin(
     prompt: Prompt,
     seconds: Annotated[float, typer.Option("--for", help="life of the pin, seconds", min=0)] = 3600,
     max_bytes: Annotated[
-        int, typer.Option(help="most bytes that it may hold; 0 = what is left for pins", min=0)
-    ] = 0,
+        str,
+        typer.Option(
+            help="most that it may hold, such as 512MiB; 0 = what is left for pins", metavar="BYTES"
+        ),
+    ] = "0",
     namespace: Namespace = "",
 ) -> None:
     """Keep what is stored of a prompt in the CPU tier; early blocks first."""
+    limit = size_of("--max-bytes", max_bytes)
     tokens, space = _tokens(prompt), asked.namespace(namespace)
-    request = pb.PinRequest(namespace=space, tokens=tokens, max_bytes=max_bytes, seconds=seconds)
+    request = pb.PinRequest(namespace=space, tokens=tokens, max_bytes=limit, seconds=seconds)
     answer = asked.admin("Pin", request)
     asked.write(plain(answer), cli_tables.facts)
 

@@ -141,7 +141,7 @@ def _register() -> None:
 
     Every setting is a flag, a variable ({ENV_PREFIX} and its name in capitals, lists as JSON) or a
     field of a JSON file; a flag goes over a variable, a variable over the file, the file over the
-    default. Flags take sizes such as 512MiB.
+    default. Sizes may be given such as 512MiB.
     """
     app.command()(serve)
 

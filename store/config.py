@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tailreplay.store.address import checked_address, is_local
+from tailreplay.store.byte_size import byte_size
 from tailreplay.store.redis_endpoint import RedisEndpoint
 from tailreplay.store.sealing import KEY_BYTES
 
@@ -212,6 +213,18 @@ class StoreConfig(BaseSettings):
         int,
         Field(ge=4, description="threads that serve RPCs; three quarters of them at most stream"),
     ] = 32
+
+    @field_validator(
+        "pool_bytes",
+        "index_bytes",
+        "fetch_window_bytes",
+        "max_object_bytes",
+        "staging_bytes",
+        mode="before",
+    )
+    @classmethod
+    def _in_bytes(cls, value: object) -> object:
+        return byte_size(value) if isinstance(value, str) else value
 
     @field_validator("digest_key_file")
     @classmethod

@@ -96,6 +96,11 @@ def test_a_prompt_is_pinned_listed_and_let_go(run, prefix):
     assert made["objects"] == 21
     listed = {p["pin_id"]: p for p in run("pins")["pins"]}
     assert listed[made["pin_id"]]["bytes"] == made["bytes"]
+    least = run("pin", "-", "--namespace", space, "--max-bytes", "1KiB", ids=IDS)
+    assert (least["objects"], least["bytes"]) == (0, 0)
+    assert run("pin", "-", "--max-bytes", "12MiB", "--namespace", space, ids=IDS)["objects"] == 21
+    refused = run("pin", "-", "--namespace", space, "--max-bytes", "much", ids=IDS, code=1)
+    assert "--max-bytes is 'much', wanted a size such as 512MiB" in refused
     assert run("unpin", made["pin_id"])["was_there"]
     assert not run("unpin", made["pin_id"], code=1)["was_there"]
     assert "pin_id is 'x', wanted hex" in run("unpin", "x", code=1)

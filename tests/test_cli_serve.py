@@ -81,7 +81,10 @@ def test_flags_go_over_variables_over_the_file_over_defaults(tmp_path, monkeypat
     monkeypatch.delenv("TAILREPLAY_REDIS_PATIENCE_S")  # which all tests have
     assert listed() == {}
     file = tmp_path / "store.json"
-    file.write_text(json.dumps({"drain_s": 5, "max_workers": 11, "max_lanes": 3}))
+    file.write_text(
+        json.dumps({"drain_s": 5, "max_workers": 11, "max_lanes": 3, "index_bytes": "256MiB"})
+    )
+    monkeypatch.setenv("TAILREPLAY_STAGING_BYTES", "2GiB")
     monkeypatch.setenv("TAILREPLAY_DRAIN_S", "7")
     monkeypatch.setenv("TAILREPLAY_MAX_WORKERS", "9")
     flags = ["--drain-s", "1.5", "--pool-bytes", "8MiB", "--share-memory", "no"]
@@ -92,9 +95,30 @@ def test_flags_go_over_variables_over_the_file_over_defaults(tmp_path, monkeypat
         "drain_s": "1.5 (flag)",
         "max_workers": "9 (TAILREPLAY_MAX_WORKERS)",
         "max_lanes": "3 (file)",
+        "index_bytes": f"{256 << 20} (file)",
+        "staging_bytes": f"{2 << 30} (TAILREPLAY_STAGING_BYTES)",
         "pool_bytes": f"{8 << 20} (flag)",
         "share_memory": "False (flag)",
         "share_memory_uids": "(7, 8) (flag)",
         "redis_url": "redis://127.0.0.1:1 (flag)",
         "bulk_tiers": "fs (flag)",
     }
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        ("much", "pool_bytes is 'much': wanted a size such as 512MiB"),
+        ("9EiB", "pool_bytes is '9EiB': wanted a size such as 512MiB"),
+        ("1KiB", "pool_bytes is 1024: input should be greater than"),
+    ],
+)
+def test_a_wrong_size_in_a_variable_is_refused_as_a_flags_is(value, wanted, monkeypatch):
+    monkeypatch.setenv("TAILREPLAY_POOL_BYTES", value)
+    assert wanted in run()
+
+
+def test_every_setting_in_bytes_takes_a_size():
+    names = [name for name in StoreConfig.model_fields if name.endswith("_bytes")]
+    config = StoreConfig(**dict.fromkeys(names, "32MiB"))
+    assert {getattr(config, name) for name in names} == {32 << 20}
