@@ -90,7 +90,9 @@ def write(
             else:
                 table(Console(file=file, highlight=False), facts)
     except OSError as error:
-        fail(f"{output} can not be written: {error.strerror}")
+        if output is None and isinstance(error, BrokenPipeError):
+            raise  # its reader has seen enough: click ends the command, without a word
+        fail(f"{output or 'standard output'} can not be written: {error.strerror}")
 
 
 def read_prompt(path: Path) -> list[int]:
