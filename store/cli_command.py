@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import grpc
 import typer
@@ -89,6 +89,12 @@ class Asked:
     def write(self, facts: dict[str, Any], table: Table) -> None:
         """Writes an answer where and as it is wanted."""
         write(facts, table, self.output_format, self.output, self.quiet)
+
+    def deny(self, message: str) -> NoReturn:
+        """Ends the command with code 1 where an answer that came is not what was hoped for."""
+        if self.quiet:
+            raise typer.Exit(1)
+        fail(message)
 
     def namespace(self, given: str) -> bytes:
         """A namespace as the store lists it: the one given, or the only one there is."""

@@ -49,7 +49,7 @@ def query(
     }
     asked.write(facts, cli_tables.facts)
     if not answer.matched_tokens:
-        raise typer.Exit(1)
+        asked.deny("nothing of this prompt is stored")
 
 
 @command(app, operators=True)

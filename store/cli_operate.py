@@ -34,7 +34,7 @@ def unpin(
     answer = asked.admin("Unpin", request)
     asked.write(plain(answer), cli_tables.facts)
     if not answer.was_there:
-        raise typer.Exit(1)
+        asked.deny(f"there is no pin {pin_id}")
 
 
 @command(kvcache, operators=True)
@@ -82,7 +82,7 @@ def erase(
     answer = asked.admin("Erase", request)
     asked.write(plain(answer), cli_tables.removed)
     if is_left(answer):
-        raise typer.Exit(1)
+        asked.deny("not all is erased, or a store did not say so: erase again")
 
 
 def _clear(asked: Asked, request: pb.ClearRequest) -> None:
@@ -90,4 +90,4 @@ def _clear(asked: Asked, request: pb.ClearRequest) -> None:
     answer = asked.admin("Clear", request)
     asked.write(plain(answer), cli_tables.removed)
     if answer.silent_stores:
-        raise typer.Exit(1)
+        asked.deny(f"stores that did not say that they have cleared: {answer.silent_stores}")

@@ -60,4 +60,4 @@ def remove(asked: Asked, prefix_hash: Hash) -> None:
     answer: pb.RemovePublicResponse = asked.admin("RemovePublic", request)
     asked.write(plain(answer), cli_tables.removed)
     if is_left(answer):
-        raise typer.Exit(1)
+        asked.deny("not all is erased, or a store did not say so: remove it again")

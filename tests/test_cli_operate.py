@@ -83,6 +83,19 @@ def test_query_counts_what_is_stored_by_kind(run, prefix):
     assert run("query", "-", "--namespace", space, ids=IDS)["last_checkpoint"] == 1000
 
 
+def test_a_command_that_ends_with_1_says_why_unless_it_is_to_be_quiet(server, prefix):
+    space = prefix.namespace.hex()
+    for words, said in (
+        (["query", "-", "--namespace", space], "nothing of this prompt is stored"),
+        (["unpin", "ab12"], "there is no pin ab12"),
+    ):
+        words = [*words, "--url", server.address]
+        for quiet in ([], ["-q"]):
+            done = CliRunner().invoke(app, [*words, *quiet], input="[9]")
+            assert done.exit_code == 1
+            assert done.stderr == ("" if quiet else f"tailreplay-store: {said}\n")
+
+
 def test_inspect_shows_objects(run, prefix):
     answer = run("inspect", "-", "--namespace", prefix.namespace.hex(), ids=IDS)
     assert answer["tenant"] == prefix.tenant.hex()
