@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from google.protobuf.message import Message
+    from pydantic import ValidationError
 
     from tailreplay.proto import store_pb2 as pb
 
@@ -128,6 +129,12 @@ def fail(message: str) -> NoReturn:
     """Ends the command with a message and code 1."""
     typer.echo(f"tailreplay-store: {message}", err=True)
     raise typer.Exit(1)
+
+
+def complaints(error: ValidationError) -> str:
+    """What is wrong with values that were given; the values are not repeated."""
+    items = error.errors(include_url=False, include_input=False)
+    return "; ".join(item["msg"].removeprefix("Value error, ") for item in items)
 
 
 def from_hex(what: str, given: str, command: str, size: int | None = None) -> bytes:

@@ -12,7 +12,7 @@ import typer
 from pydantic import ValidationError
 
 from tailreplay.store.auth import TokenEntry, TokenFile
-from tailreplay.store.cli_io import fail
+from tailreplay.store.cli_io import complaints, fail
 
 app = typer.Typer()
 
@@ -45,7 +45,7 @@ def token(
     except OSError as error:
         fail(f"{token_file} can not be read: {error.strerror}")
     except ValidationError as error:
-        fail("; ".join(item["msg"] for item in error.errors(include_url=False)))
+        fail(complaints(error))
     try:
         _write(bearer, f"{secret}\n", os.O_EXCL)
         listed = TokenFile(tokens=(*known, entry)).model_dump_json(indent=2, exclude_defaults=True)

@@ -51,6 +51,7 @@ def test_a_token_that_makes_no_sense_is_not_made(files, options, said):
     done = run("token", str(file), str(bearer), *options)
     assert done.returncode == 1
     assert said in done.stderr
+    assert "Value error" not in done.stderr
     assert not file.exists()
     assert not bearer.exists()
 
