@@ -17,11 +17,11 @@ LEGEND = (
     ("again", "shared tokens that were prefilled again, since no state lay nearer"),
     ("cold", "ms to the first token without the store, measured beside each row"),
     ("TTFT", "ms to the first token with it; times vary with the machine's load"),
-    ("off by", "largest relative difference of the first token's logits from a full prefill's"),
-    ("exact", "the nearest stored state, and the gap behind it closed: nothing is approximate"),
+    ("off by", "largest relative difference of the first logits from a prefill's"),
+    ("exact", "the nearest stored state, the gap behind it closed; exact"),
     ("tail", "states rebuilt from the last 5% or 10% of the tokens: approximate"),
     ("auto", "a tail where it is known to be good enough, else exact"),
-    ("zero", "states zeroed, a control: fast, and right only where attention has the answer"),
+    ("zero", "states zeroed, a control: fast, but right by attention alone"),
     ("off", "without the store"),
 )
 """What columns and rows mean."""

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from tailreplay.connector.demo_table import show_rows
+from tailreplay.connector.demo_table import LEGEND, show_rows
 
 NAMES = ("exact", "tail 10%", "zero", "off")
 ANSWERS = (" 17", " 22", " 16", " 17")
@@ -38,7 +38,7 @@ def shown():
         "store_down": rows[3],
         "in_states": rows,
     }
-    console = Console(file=io.StringIO(), width=100)
+    console = Console(file=io.StringIO(), width=80)
     show_rows(console, result)
     return console.file.getvalue()
 
@@ -61,4 +61,5 @@ def test_wrong_answers_are_marked_and_the_right_one_is_named(shown):
 )
 def test_the_legend_explains(shown, said):
     assert said in shown
-    assert all(len(line) <= 100 for line in shown.splitlines())
+    # None is wrapped: each row is its name, blanks and its meaning, whole.
+    assert all(f"  {name:7}  {meaning}\n" in shown for name, meaning in LEGEND)
