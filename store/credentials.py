@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tailreplay.store.address import is_local
 from tailreplay.store.auth import BEARER, METADATA_KEY
+from tailreplay.store.pem import check_certificates, check_pair
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +48,7 @@ class Credentials(BaseModel):
         """A gRPC channel to a store, whose calls carry the token.
 
         Raises:
-            ValueError: a file can not be read, or a token would cross a network in the clear.
+            ValueError: a file is of no use, or a token would cross a network in the clear.
         """
         if self.ca is None or address.startswith("unix:"):
             if self.token_file is not None and not is_local(address):
@@ -57,13 +58,15 @@ class Credentials(BaseModel):
                 )
             return self._with_token(grpc.insecure_channel(address, options=options))
         try:
-            credentials = grpc.ssl_channel_credentials(
-                self.ca.read_bytes(),
-                self.key.read_bytes() if self.key else None,
-                self.cert.read_bytes() if self.cert else None,
+            ca, key, cert = (
+                file.read_bytes() if file else None for file in (self.ca, self.key, self.cert)
             )
         except OSError as error:
             raise ValueError(f"{error.filename} can not be read: {error.strerror}") from None
+        check_certificates(self.ca)
+        if self.cert is not None and self.key is not None:
+            check_pair(self.cert, self.key)
+        credentials = grpc.ssl_channel_credentials(ca, key, cert)
         return self._with_token(grpc.secure_channel(address, credentials, options=options))
 
     def _with_token(self, channel: grpc.Channel) -> grpc.Channel:

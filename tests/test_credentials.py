@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+from certificates import Authority
 from listener_clients import PREFIX, client_of
 from tokens_file import serve_tenants
 from typer.testing import CliRunner
@@ -64,3 +65,34 @@ def test_a_client_goes_without_a_token_and_says_why_once(with_tokens, no_token, 
     assert len(ours) == 1
     assert said in ours[0]
     assert "cret" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        (["--ca", "TOKEN"], "TOKEN is no PEM certificate"),
+        (["--ca", "CA", "--cert", "TOKEN", "--key", "KEY"], "TOKEN is no PEM certificate"),
+        (["--ca", "CA", "--cert", "CERT", "--key", "TOKEN"], "TOKEN is no PEM private key, or"),
+        (
+            ["--ca", "CA", "--cert", "CERT", "--key", "OTHER"],
+            "OTHER is not the private key of",
+        ),
+        (["--ca", "ABSENT"], "ABSENT can not be read: No such file"),
+        (["--cert", "CERT"], "cert and key go together, one of them is missing"),
+    ],
+)
+def test_a_file_that_is_not_the_pem_it_is_given_for_is_named(tmp_path, parts, said, capfd):
+    authority = Authority(tmp_path)
+    (cert, key), (_, other) = authority.issue("own"), authority.issue("other")
+    token = tmp_path / "acme.token"
+    token.write_text("s3cret\n")
+    files = {"TOKEN": token, "CA": authority.cert, "CERT": cert}
+    files |= {"KEY": key, "OTHER": other, "ABSENT": tmp_path / "none.pem"}
+    words = [str(files.get(part, part)) for part in parts]
+    for name, file in files.items():
+        said = said.replace(name, str(file))
+    done = CliRunner().invoke(app, [*words, "ping", "--url", "127.0.0.1:1"])
+    assert done.exit_code == 1
+    assert done.stderr.startswith(f"tailreplay-store: {said}")
+    assert done.stderr.count("\n") == 1
+    assert capfd.readouterr().err == ""  # nothing of gRPC's own
