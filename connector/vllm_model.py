@@ -82,7 +82,6 @@ class VllmModel:
         inner: the inner model.
         fa_gid: kv-cache group of each FA layer, in layer order.
         mamba_gids: kv-cache groups of linear layers.
-        align: whether states live in blocks by position (prefix caching on).
     """
 
     def __init__(
@@ -98,15 +97,12 @@ class VllmModel:
         self.config = vllm_config
         self.groups = kv_cache_config.kv_cache_groups
         self.num_blocks = kv_cache_config.num_blocks
-        self._context = vllm_config.compilation_config.static_forward_context
         kinds = self.inner.config.layer_types
         linear = tuple(i for i, kind in enumerate(kinds) if kind == LINEAR)
         self._linear = [self.inner.layers[i].linear_attn for i in linear]
         self._gid_of = {name: g for g, x in enumerate(self.groups) for name in x.layer_names}
         self.fa_gid = [self._gid_of[a.layer_name] for a in capture.attentions]
         self.mamba_gids = sorted({self._gid_of[m.prefix] for m in self._linear})
-        mode = self.groups[self.mamba_gids[0]].kv_cache_spec.mamba_cache_mode
-        self.align = mode == "align"
         self.whole = self._dims(linear, 1)
         self.local = self._dims(linear, shard.size)
 

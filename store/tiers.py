@@ -323,7 +323,8 @@ class Tiers:
         finally:
             self._write_back.failed(keys)
             self.unpin(pins)
-        return [key in set(stored) for key in keys]
+        written = set(stored)
+        return [key in written for key in keys]
 
     def redis_status(self) -> dict[str, Any]:
         """Report how Redis is doing.

@@ -24,7 +24,6 @@ class Authority:
 
     def __init__(self, folder: Path, name: str = "ca") -> None:
         self._folder = folder
-        self._name = name
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._subject = _named(name)
         certificate = (

@@ -17,8 +17,6 @@ from tailreplay.replay.tail_error import (
     tried_lengths,
 )
 
-ONE_GROUP = [[0, 1]]
-
 
 def trace_of(half_lives, tokens=1000, first=0, chunk=300):
     """A trace of layers whose heads forget half in so many tokens, all states of norm 1."""

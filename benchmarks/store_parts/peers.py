@@ -260,7 +260,7 @@ class LMCacheServer:
         )
         self._client = ServerBenchClient(config, lambda _: None)
         self._client.start()
-        self._blob, self._number, self._sums = blob, 0, ["", ""]
+        self._blob, self._number = blob, 0
 
     def put(self, number: int) -> None:
         """STORE of all chunks, after the lookup that its protocol wants."""
