@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 class FetchStream:
     """Steps of one Fetch through gRPC, in order. One thread iterates; any thread may cancel.
 
+    Args:
+        call: the stream.
+        breaker: is told how the store did.
+        address: of the store, for messages.
+        report_damage: as the attribute.
+
     Attributes:
         report_damage: says of which object rows came damaged.
     """

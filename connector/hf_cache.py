@@ -98,8 +98,8 @@ class HybridCache:
             ValueError: a linear layer has no state.
         """
         layers = self._dims.linear_layers
-        if not all(self.has_state(layer) for layer in layers):
-            raise ValueError("a linear layer has no state, wanted one in each")
+        if missing := [layer for layer in layers if not self.has_state(layer)]:
+            raise ValueError(f"linear layers {missing} have no state, wanted one in each")
         slots = [self._slot(layer, layers, "linear") for layer in layers]
         trace.note_states(token, [slot.recurrent_states[0][0] for slot in slots])
 

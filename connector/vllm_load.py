@@ -68,6 +68,10 @@ class RankLoad:
         kv_first: position of the first row of keys and values that is wanted.
         ranges: what is wanted, in order.
         left: what of that is fetched.
+        state_numbers: which of `ranges` are of the state; none where it is vLLM's own.
+        hidden_numbers: which are of hiddens, one a source, in replay order.
+        kv_numbers: which are of keys and values, one a full-attention layer.
+        load: what is fetched, once that has begun.
     """
 
     def __init__(

@@ -92,6 +92,9 @@ def rows_of(piece: Piece, held: Pinned, header: Header, frame_bytes: int) -> Ite
 
     Rows that were not asked for never leave the store, so a reader of a shared prefix sees nothing
     of the sibling whose block it shares.
+
+    Raises:
+        InvalidRequest: the piece wants units that the object does not have.
     """
     row_bytes = header.geometry.row_bytes
     first_unit = piece.wanted.first_unit

@@ -33,6 +33,13 @@ _BATCH_SHARE = 64
 class PutSession:
     """One prefix being stored. What it has claimed and not stored is given back at its end.
 
+    Args:
+        catalog: lists what has arrived.
+        tiers: keeps it.
+        prompt: the prefix, in the namespace to keep it in.
+        max_object_bytes: largest object taken.
+        sightings: what has been offered before, if only that is to be taken.
+
     Attributes:
         response: what has become of the objects so far.
     """

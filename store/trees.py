@@ -25,7 +25,13 @@ if TYPE_CHECKING:
 
 
 class Content(NamedTuple):
-    """Tokens of a block, or what stands for them, and how many they are."""
+    """Tokens of a block, or what stands for them.
+
+    Attributes:
+        key: the tokens as the index keeps them; of a foreign block their running digests.
+        length: how many tokens.
+        foreign: 1 = known from Redis alone, else 0.
+    """
 
     key: bytes
     length: int

@@ -58,7 +58,13 @@ class WindowPins:
     def of(
         self, records: Sequence[Record], urgent: bool, is_gone: Callable[[], bool]
     ) -> Iterator[Held]:
-        """Holds a window's objects for the block."""
+        """Holds a window's objects for the block.
+
+        Args:
+            records: the objects; those that no tier has are left out.
+            urgent: whether they pass others.
+            is_gone: whether the reader has left, so that nothing need be waited for.
+        """
         wanted = [r for r in records if r.exists]
         came = self._pin(wanted, urgent, is_gone)
         try:

@@ -175,6 +175,7 @@ def _check(name: str, prompt: Prompt, report: dict[str, Any]) -> None:
         print(report, file=sys.stderr)
         raise RuntimeError(f"{name}: used {report['used_tokens']} tokens, wanted {wanted}")
     if name in _LAST and report["checkpoint_token"]:
-        raise RuntimeError("a checkpoint outlived being lost")
+        at = report["checkpoint_token"]
+        raise RuntimeError(f"{name}: began at a checkpoint at {at}, wanted none to be left")
     if name == BARE and report["replay_from"] != "tokens":
-        raise RuntimeError(f"{name}: replayed {report['replay_from']}")
+        raise RuntimeError(f"{name}: replayed {report['replay_from']}, wanted tokens")
