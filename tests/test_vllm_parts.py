@@ -7,7 +7,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from vllm_fakes import config, dims, request, rows
@@ -28,6 +27,7 @@ from tailreplay.connector.vllm_take import part_of
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
 from tailreplay.store.chain import PrefixChain
+from tailreplay.store.objects import Kind
 from tailreplay.store.tokens import extended_tokens
 
 
@@ -344,9 +344,9 @@ def test_a_prompt_for_which_the_backlog_has_no_room_is_counted():
 
 
 def test_a_rank_s_state_units_are_those_of_its_key_heads():
-    whole, part = PayloadCodec(dims()), PayloadCodec(dims(2))
-    assert whole.geometry[2 + 1].units == 2 * part.geometry[2 + 1].units
-    assert np.isclose(whole.geometry[3].row_bytes, part.geometry[3].row_bytes)
+    whole, part = (PayloadCodec(dims(n)).geometry[Kind.CHECKPOINT] for n in (1, 2))
+    assert whole.units == 2 * part.units
+    assert whole.row_bytes == part.row_bytes
 
 
 def test_a_gap_uses_its_requests_adapter_and_leaves_the_steps_own():
