@@ -44,7 +44,12 @@ _AHEAD_BYTES = 1 << 15
 class LaneSocket:
     """One open lane; one request at a time.
 
+    Args:
+        sock: greeted, owned from now on.
+        segment: as the attribute.
+
     Attributes:
+        sock: as given.
         segment: the store's shared memory, read-only; None where it is another machine's.
     """
 

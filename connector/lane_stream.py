@@ -34,6 +34,12 @@ _SEEN = REQUEST.pack(Request.SEEN, 0, 0, 0)
 class LaneStream:
     """Steps of one fetch over a lane, in order. One thread iterates; any thread may cancel.
 
+    Args:
+        lanes: get the lane back when all has come.
+        lane: on which the fetch was asked for.
+        breaker: told how it went.
+        report_damage: as the attribute.
+
     Attributes:
         report_damage: says of which object rows came damaged.
     """

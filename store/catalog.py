@@ -127,7 +127,14 @@ class Catalog:
     def path_with_public(
         self, namespace: bytes, public: bytes, leaf: bytes, *, hidden: bool = True
     ) -> Path:
-        """As `path`, for a leaf that was matched in the public scope as well."""
+        """As `path`, for a leaf that was matched in the public scope as well.
+
+        Args:
+            namespace: the reader's.
+            public: namespace of the public scope.
+            leaf: as the match gave it: the name in the reader's, then that in the public scope.
+            hidden: as in `path`.
+        """
         own, opened = parts_of(leaf)
         with self._lock:
             path = self._index.paths.to(namespace, own, hidden=hidden)
@@ -164,6 +171,12 @@ class Catalog:
 
         One that exists but is approximate may be put again, since what comes may be exact.
         A claim ends with `admit` or `unclaim`.
+
+        Args:
+            prompt: in which it was offered.
+            name: of the object.
+            end_token: one past its last row.
+            size: bytes with header.
         """
         with self._lock:
             record = self._index.named(prompt, name, end_token)

@@ -43,8 +43,12 @@ class PrefixChain:
 
     Not thread-safe.
 
-    Attributes:
+    Args:
         namespace: 32 bytes.
+        tokens: the sequence, copied.
+
+    Attributes:
+        namespace: as given.
     """
 
     def __init__(self, namespace: bytes, tokens: ExtendedTokens) -> None:
@@ -70,6 +74,9 @@ class PrefixChain:
 
         A prefix that ends inside a page hashes the part of the page that it has, so its name
         differs from that of every other prefix, longer ones included.
+
+        Raises:
+            ValueError: there are not so many.
         """
         whole, rest = divmod(end_token, PAGE_TOKENS)
         known = self._pages.get(whole)

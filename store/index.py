@@ -148,7 +148,11 @@ class TokenIndex:
                 prompt.resume(at_token, state)
 
     def record(self, name: ObjectName) -> Record | None:
-        """The record of a `kv` object or a checkpoint, whether or not its payload exists now."""
+        """The record of a `kv` object or a checkpoint, whether or not its payload exists now.
+
+        Raises:
+            ValueError: `name` is that of a hidden object.
+        """
         if name.kind is Kind.CHECKPOINT:
             row = self._checkpoints.row(name.namespace, name.prefix_hash)
         else:

@@ -100,7 +100,15 @@ class Objects:
         return len(self.kinds) - len(self._free)
 
     def add(self, kind: Kind, name: bytes, first: int, length: int, home: int) -> int:
-        """A new row, with one use."""
+        """A new row, with one use.
+
+        Args:
+            kind: of the object.
+            name: hash of its prefix, 32 bytes.
+            first: position of its first row.
+            length: rows it has.
+            home: as in `homes`.
+        """
         if not self._free:
             self._grow()
         row = self._free.pop()

@@ -100,7 +100,15 @@ class Trees:
         content: Content,
         siblings: Sequence[int],
     ) -> int:
-        """A new block below `parent`; its pages are those of siblings that have the same."""
+        """A new block below `parent`; its pages are those of siblings that have the same.
+
+        Args:
+            space: whose.
+            parent: row of the block before.
+            page_hashes: prefix hash at the end of each of its pages; the last is its own name.
+            content: its tokens.
+            siblings: rows of blocks that may share pages with it, looked at before those beside it.
+        """
         first, name = self.blocks.end(parent), page_hashes[-1]
         key, length, foreign = content
         row = self.blocks.add(parent, self.blocks.spaces[space.root], first, length, key, foreign)
