@@ -1,5 +1,8 @@
 """Prefixes in a token index, listed and lost by name."""
 
+from collections.abc import Sequence
+from itertools import takewhile
+
 from store_objects import Prefix
 
 from tailreplay.store.index import TokenIndex
@@ -8,6 +11,11 @@ from tailreplay.store.record import Record
 from tailreplay.store.views import Node
 
 SPACE = bytes(32)
+
+
+def shared_tokens(a: Sequence[int], b: Sequence[int]) -> int:
+    """Longest common prefix, by looking."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 def insert(index: TokenIndex, prefix: Prefix) -> Node:

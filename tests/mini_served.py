@@ -18,7 +18,20 @@ from quality_parts.columns import Served, bench
 from quality_parts.questions import Prompt, Row, rows, sample
 from quality_parts.scores import Scores
 
-__all__ = ["corpus", "figures", "forward", "minis", "prompts_served", "row_of"]
+from tailreplay.connector.client import StoreClient
+from tailreplay.proto import store_pb2 as pb
+
+__all__ = ["Stateless", "corpus", "figures", "forward", "minis", "prompts_served", "row_of"]
+
+
+class Stateless(StoreClient):
+    """A client whose store has no checkpoints."""
+
+    def match(self, *args: Any, **kwargs: Any) -> pb.MatchResponse:
+        """As it is there, but for those."""
+        answer = super().match(*args, **kwargs)
+        del answer.checkpoints[:]
+        return answer
 
 
 @functools.cache

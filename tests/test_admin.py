@@ -6,6 +6,7 @@ from contextlib import closing
 
 import grpc
 import pytest
+from service_calls import code_of
 from store_objects import GEOMETRY, Client, Prefix, put_frames, runs_of, span_range
 from waiting import until
 
@@ -82,12 +83,6 @@ def fill(client: Client, pools: float = 1.5) -> None:
 def kv_tokens(client: Client, prefix: Prefix) -> int:
     runs = runs_of(client.match(prefix), KV)
     return sum(end - first for first, end in runs)
-
-
-def refusal(call) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(grpc.RpcError) as caught:
-        call()
-    return caught.value.code(), caught.value.details()
 
 
 def test_a_pinned_prefix_outlives_a_pool_full_of_others_until_it_is_let_go(client):
@@ -169,7 +164,7 @@ def test_a_pin_without_time_or_payload_is_refused(client, seconds, stored, said)
     prefix = prefix_of()
     if stored:
         client.put(prefix)
-    code, details = refusal(lambda: pin(client, prefix, seconds=seconds))
+    code, details = code_of(lambda: pin(client, prefix, seconds=seconds))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert said in details
 
@@ -228,7 +223,7 @@ def test_a_namespace_stays_with_the_tenant_that_stored_first(client):
     mine = prefix_of(tenant="acme")
     client.put(mine)
     theirs = prefix_of(tenant="other", space=mine.namespace)
-    code, details = refusal(lambda: client.put(theirs))
+    code, details = code_of(lambda: client.put(theirs))
     assert code is grpc.StatusCode.FAILED_PRECONDITION
     assert "belongs to another" in details
 
@@ -246,7 +241,7 @@ def test_a_tenant_of_another_size_is_refused_everywhere(client, size):
         lambda: client.admin.Erase(pb.EraseRequest(tenant=tenant)),
         lambda: client.admin.SetMode(pb.SetModeRequest(tenant=tenant, mode="tail")),
     ):
-        code, details = refusal(call)
+        code, details = code_of(call)
         assert code is grpc.StatusCode.INVALID_ARGUMENT
         assert f"{size} bytes, wanted" in details
 
@@ -281,7 +276,7 @@ def test_clear_takes_its_scope_and_nothing_else(client, scope):
 
 
 def test_clear_without_a_scope_is_refused(client):
-    code, details = refusal(lambda: client.admin.Clear(pb.ClearRequest()))
+    code, details = code_of(lambda: client.admin.Clear(pb.ClearRequest()))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert "scope is not set" in details
 
@@ -390,7 +385,7 @@ def test_a_tenants_mode_is_told_with_its_matches(client):
     assert client.match(other).default_mode == ""
     client.admin.SetMode(pb.SetModeRequest(tenant=prefix.tenant))
     assert client.match(prefix).default_mode == ""
-    code, details = refusal(
+    code, details = code_of(
         lambda: client.admin.SetMode(pb.SetModeRequest(tenant=prefix.tenant, mode="zero"))
     )
     assert code is grpc.StatusCode.INVALID_ARGUMENT

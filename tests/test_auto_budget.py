@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from mini_served import corpus, minis
+from mini_served import Stateless, corpus, minis
 
 from tailreplay.connector.calibration import Calibration
 from tailreplay.connector.client import StoreClient
@@ -35,15 +35,6 @@ def served(request):
         engine.generate(text, 1)
         assert engine.flush(60)
         yield request.param, engine, text
-
-
-class Stateless(StoreClient):
-    """A client whose store has no checkpoints."""
-
-    def match(self, *args, **kwargs):
-        answer = super().match(*args, **kwargs)
-        del answer.checkpoints[:]
-        return answer
 
 
 class Reading(Stateless):

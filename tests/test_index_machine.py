@@ -1,20 +1,13 @@
 """The token index against a plain list of sequences."""
 
-from itertools import takewhile
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from index_entries import SPACE, checkpoint, lose, match, restore, store
+from index_entries import SPACE, checkpoint, lose, match, restore, shared_tokens, store
 from store_objects import Prefix
 
 from tailreplay.store.index import TokenIndex
 from tailreplay.store.objects import Kind
-
-
-def shared_tokens(a, b) -> int:
-    """Longest common prefix, by looking."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 def covered(runs) -> set[int]:

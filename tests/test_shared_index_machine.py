@@ -2,13 +2,13 @@
 
 import os
 from contextlib import closing
-from itertools import takewhile
 
 import pytest
 import redis
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from index_entries import shared_tokens
 from redis_server import RedisServer, servers_at
 from store_objects import Prefix
 
@@ -22,10 +22,6 @@ from tailreplay.store.shared_index import SharedIndex
 pytestmark = pytest.mark.redis
 
 KV = Entry("k", 100, Provenance.EXACT)
-
-
-def shared_tokens(a, b) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 class RedisAgainstList(RuleBasedStateMachine):

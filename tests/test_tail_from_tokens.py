@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from case_helpers import ask, assert_reused, drop, names_of, policy
-from mini_served import corpus, minis
+from mini_served import Stateless, corpus, minis
 from tiny_models import FAMILIES, random_tokens, relative_l2, relative_max
 
 from tailreplay.connector.client import StoreClient
@@ -40,15 +40,6 @@ def test_from_exact_states_tokens_give_exact_states_and_keep_the_stored_kv(famil
         assert relative_l2(found[layer].conv, wanted[layer].conv) <= 1e-5
     for layer in view.dims.fa_layers:
         assert torch.equal(whole.kv(layer)[0], kept[layer])
-
-
-class Stateless(StoreClient):
-    """A client whose store has no checkpoints."""
-
-    def match(self, *args, **kwargs):
-        answer = super().match(*args, **kwargs)
-        del answer.checkpoints[:]
-        return answer
 
 
 @pytest.fixture(scope="module", params=["retrieval", "state"])
