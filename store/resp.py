@@ -15,7 +15,7 @@ from tailreplay.store.redis_endpoint import RedisEndpoint
 from tailreplay.store.resp_stream import Between, CutOff, RespStream
 
 _MAX_BULK_BYTES = 1 << 20
-"""Longest value that `call` returns, and that `get_into` reads away when it does not fit."""
+"""Longest value that `call` returns, and that `get_many` reads away when it does not fit."""
 _PIPELINE_COMMANDS = 256
 """Commands sent before their replies are read; both ends would block on full buffers otherwise."""
 
@@ -170,26 +170,6 @@ class RespConnection:
                 raise reply
         return [reply == 1 for reply in replies]
 
-    def get_into(self, key: bytes, parts: Sequence[memoryview]) -> int | None:
-        """Read a value into the caller's memory, one part after the other.
-
-        Args:
-            key: the key.
-            parts: writable memory of exactly the value's length in all.
-
-        Returns:
-            The length of the value; `parts` hold it when it is theirs, and rubbish otherwise. None
-            when the key is absent.
-
-        Raises:
-            RespError: the value is no string (code WRONGTYPE), or the connection failed, and
-                `parts` may hold a piece of it.
-        """
-        (result,) = self.get_many([Value(key, parts)])
-        if isinstance(result, RespError):
-            raise result
-        return result
-
     def get_many(
         self, values: Sequence[Value], between: Between | None = None
     ) -> list[int | RespError | None]:
@@ -200,7 +180,9 @@ class RespConnection:
             between: called between the steps of a long transfer.
 
         Returns:
-            One entry per value, as of `get_into`; an error reply is an entry too.
+            One entry per value, in order: its length, and then `parts` hold it when that is
+            theirs, and rubbish otherwise; None when the key is absent; the error that the server
+            gives (code WRONGTYPE: no string).
 
         Raises:
             RespError: the connection failed, and any of `parts` may hold anything.

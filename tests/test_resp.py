@@ -18,6 +18,14 @@ def connect(url: str, *, read_timeout_s: float = 10) -> RespConnection:
     )
 
 
+def read(connection: RespConnection, key: bytes, parts: list[memoryview]) -> int | None:
+    """Reads one value; an error reply is raised."""
+    (result,) = connection.get_many([Value(key, parts)])
+    if isinstance(result, RespError):
+        raise result
+    return result
+
+
 @pytest.fixture
 def redis(redis_server):
     with closing(connect(redis_server.url)) as connection:
@@ -89,7 +97,7 @@ def test_a_value_goes_from_and_into_the_callers_memory(redis, size):
     payload = bytes(i * 7 % 251 for i in range(size))
     redis.set(b"key", [memoryview(b"head"), memoryview(payload)], ttl_ms=60_000)
     head, body = bytearray(4), bytearray(size)
-    assert redis.get_into(b"key", [memoryview(head), memoryview(body)]) == 4 + size
+    assert read(redis, b"key", [memoryview(head), memoryview(body)]) == 4 + size
     assert (head, body) == (b"head", payload)
     assert 0 < redis.call(b"PTTL", b"key") <= 60_000
     assert redis.call(b"STRLEN", b"key") == 4 + size
@@ -103,14 +111,14 @@ def test_a_unix_socket_serves_as_well(start_redis):
 
 @pytest.mark.redis
 def test_an_absent_key_is_none(redis):
-    assert redis.get_into(b"key", [memoryview(bytearray(4))]) is None
+    assert read(redis, b"key", [memoryview(bytearray(4))]) is None
 
 
 @pytest.mark.redis
 @pytest.mark.parametrize("size", [3, 5, 2 * MIB])
 def test_a_value_of_another_length_is_told_and_the_next_command_works(redis, size):
     redis.call(b"SET", b"key", bytes(size))
-    assert redis.get_into(b"key", [memoryview(bytearray(4))]) == size
+    assert read(redis, b"key", [memoryview(bytearray(4))]) == size
     assert redis.call(b"PING") == "PONG"
 
 
@@ -154,7 +162,7 @@ def test_values_asked_for_together_come_in_order_whatever_one_of_them_is(redis):
 def test_error_replies_have_a_code_and_leave_the_connection_open(redis):
     redis.call(b"LPUSH", b"list", b"x")
     with pytest.raises(RespError) as error:
-        redis.get_into(b"list", [memoryview(bytearray(4))])
+        read(redis, b"list", [memoryview(bytearray(4))])
     assert (error.value.code, error.value.closed) == ("WRONGTYPE", False)
     answers = redis.pipeline([(b"GET", b"list"), (b"LRANGE", b"list", b"0", b"-1"), (b"NONSENSE",)])
     assert [getattr(a, "code", a) for a in answers] == ["WRONGTYPE", [b"x"], "ERR"]
@@ -226,11 +234,11 @@ def test_a_frozen_server_times_out(redis_server):
 def test_nonsense_for_a_value_closes_the_connection_and_the_next_is_fine(nonsense):
     with server_that_says(nonsense, b"$4\r\nabcd\r\n") as connection:
         with pytest.raises(RespError) as error:
-            connection.get_into(b"key", [memoryview(bytearray(4))])
+            read(connection, b"key", [memoryview(bytearray(4))])
         assert error.value.closed
         assert not connection.is_open
         body = bytearray(4)
-        assert connection.get_into(b"key", [memoryview(body)]) == 4
+        assert read(connection, b"key", [memoryview(body)]) == 4
         assert body == b"abcd"
 
 
