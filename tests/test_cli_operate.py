@@ -336,30 +336,24 @@ def test_an_erasure_is_not_over_while_a_store_is_silent():
         assert is_left(pb.RemovePublicResponse(**{left: 1}))
 
 
+def written_to(stdout, *words):
+    """A command in a process of its own, whose standard output is a file."""
+    command = [sys.executable, "-P", "-m", "tailreplay.store.cli", *words]
+    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, timeout=60, check=False)
+
+
 @pytest.mark.parametrize("form", ["json", "terminal"])
 def test_a_reader_that_has_seen_enough_ends_a_command_without_a_word(server, form):
     read, write = os.pipe()
     os.close(read)
     words = ["stats", "--watch", "0.1", "--url", server.address, "--format", form]
     with os.fdopen(write) as closed:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "tailreplay.store.cli", *words],
-            stdout=closed,
-            stderr=subprocess.PIPE,
-            timeout=60,
-            check=False,
-        )
+        done = written_to(closed, *words)
     assert (done.returncode, done.stderr) == (1, b"")
 
 
 def test_a_full_standard_output_is_named(server):
     words = ["ping", "--url", server.address, "--format", "json"]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "tailreplay.store.cli", *words],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            timeout=60,
-            check=False,
-        )
+        done = written_to(full, *words)
     assert b"standard output can not be written: No space left" in done.stderr
