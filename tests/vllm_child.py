@@ -124,9 +124,9 @@ class Child:
         """One more step for what follows a request's end, then until the store has it."""
         if self.scheduler().has_finished_requests():
             self.engine.step()
-        worker = self._worker()
-        if worker is not None and worker._keeper is not None:
-            worker._keeper._sender.submit(lambda: None).result()
+        sending = self.llm.collective_rpc(_all_is_sent)
+        ours = getattr(self.scheduler().connector, "_scheduler", None) is not None
+        assert sum(sending) == ours, f"{sending} waited, one of them was to"
 
     def compare(
         self,
@@ -167,7 +167,7 @@ class Child:
     def begin(self, prompt: list[int], state: str, **params: Any) -> str:
         """Adds a request and goes on until it is in `state`; returns its name."""
         name = self.add(prompt, 40, **params)
-        inner, scheduler, worker = self._inner(name), self.scheduler(), self._worker()
+        inner, scheduler, worker = self._inner(name), self.scheduler(), _worker()
         tracked = scheduler.connector._scheduler._tracked[inner]
         if state == "answered":
             tracked.asked.result(20)
@@ -181,12 +181,12 @@ class Child:
 
     def bytes_are_here(self) -> bool:
         """Waits, without a step, until a load has all its bytes."""
-        return bool(self._worker()._news.wait(20))
+        return bool(_worker()._news.wait(20))
 
     def left_over(self) -> int:
         """What scheduler's and worker's side still keep for requests."""
         self.settle()
-        side, worker = self.scheduler().connector._scheduler, self._worker()
+        side, worker = self.scheduler().connector._scheduler, _worker()
         kept = (side._tracked, side._fetched, side._broken, side._locals)
         kept += (worker._loads, worker._filler, worker._over, worker._keeper._kept)
         if worker._pool is not None:
@@ -196,7 +196,7 @@ class Child:
 
     def pool_bytes(self) -> int:
         """Bytes taken in the GPU tier."""
-        return int(self._worker()._pool.pool.used_bytes)
+        return int(_worker()._pool.pool.used_bytes)
 
     def abort(self, names: list[str]) -> None:
         """Aborts requests, then steps until the scheduler has let go of them."""
@@ -234,11 +234,11 @@ class Child:
 
     def break_sending(self) -> None:
         """From now on nothing can be packed for the store: its thread meets a KeyError."""
-        self._worker()._keeper._codec.geometry.clear()
+        _worker()._keeper._codec.geometry.clear()
 
     def break_taking(self) -> None:
         """From now on no state can be taken off the worker: its main thread meets an error."""
-        self._worker()._taker._codec = None
+        _worker()._taker._codec = None
 
     def preemptions(self) -> float:
         """Preemptions so far."""
@@ -270,7 +270,7 @@ class Child:
         return self.run()[name] | {"states": states}
 
     def _states(self, name: str, tokens: int) -> dict[int, Any]:
-        model = self._worker()._model
+        model = _worker()._model
         block_ids = self.scheduler().kv_cache_manager.get_block_ids(self._inner(name))
         return model.read_states(model.state_blocks(block_ids, tokens))
 
@@ -287,15 +287,30 @@ class Child:
         """The id under which the scheduler knows a request."""
         return next(r for r in self.scheduler().requests if r == name or r.startswith(f"{name}-"))
 
-    def _worker(self) -> Any:
-        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-
-        group = get_kv_transfer_group() if has_kv_transfer_group() else None
-        return getattr(group, "_worker", None)  # other connectors have none
-
     def scheduler(self) -> Any:
         """vLLM's scheduler."""
         return self.engine.engine_core.engine_core.scheduler
+
+
+def _worker() -> Any:
+    """This process's connector on the worker's side; None in one without, or of another kind."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    group = get_kv_transfer_group() if has_kv_transfer_group() else None
+    return getattr(group, "_worker", None)
+
+
+def _all_is_sent(rank: Any) -> bool:
+    """Run in a worker's process: waits until the store has what it was to be sent so far.
+
+    Returns:
+        Whether this rank is one that sends.
+    """
+    del rank
+    keeper = getattr(_worker(), "_keeper", None)
+    if keeper is not None:
+        keeper._sender.submit(lambda: None).result()
+    return keeper is not None
 
 
 def _answer(out: Any) -> dict[str, Any]:
