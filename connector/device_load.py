@@ -77,6 +77,16 @@ class DeviceLoad:
             allocate=(lambda _: next(targets).numpy()) if device.type == "cpu" else fresh,
         )
 
+    @property
+    def size_bytes(self) -> int:
+        """As `Load.size_bytes`, of what is left to fetch."""
+        return self._load.size_bytes
+
+    @property
+    def seconds(self) -> float:
+        """As `Load.seconds`."""
+        return self._load.seconds
+
     def run(self, stream: FetchStream | LaneStream) -> None:
         """As `Load.run`; only where there is something left to fetch."""
         self._load.run(stream)

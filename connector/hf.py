@@ -31,6 +31,7 @@ from tailreplay.connector.hf_run import PromptRun
 from tailreplay.connector.hf_write_back import Parts, WriteBack
 from tailreplay.connector.identity import model_semantics
 from tailreplay.connector.load import LoadFailed
+from tailreplay.connector.pace import Pace
 from tailreplay.connector.payload import PayloadCodec
 from tailreplay.connector.plan import plan_fetch
 from tailreplay.connector.policy import CachePolicy
@@ -123,6 +124,7 @@ class HybridEngine:
         ).digest()
         self._device_pool = _device_pool(self.policy.device_pool_bytes, dims.device)
         self.calibration = Calibration()
+        self._pace = Pace()
         self._loads = Loads(self._client, self._codec, self._device_pool)
         self._busy = threading.Lock()
         # Guarded by _busy: whether it is closed, and what is to be stored.
@@ -206,6 +208,7 @@ class HybridEngine:
         plan = plan_fetch(stored, len(tokens), within, self._shape)
         report.planned(plan)
         outcome = self._run(run, plan, stored, request)
+        self._note_pace(outcome, request)
         report.first_token(outcome.load.bytes_by_tier() if outcome.load is not None else {})
         if policy.mode != "off":
             self._write_back.put(run, outcome, request)
@@ -241,11 +244,16 @@ class HybridEngine:
 
         What did not come is put again, so nothing counts as stored after a failure.
         """
-        if not plan.ranges:
-            is_off = request.policy.mode == "off"
+        policy = request.policy
+        load = self._loads.of(plan, request) if plan.ranges else None
+        if load is not None and load.ranges and policy.mode == "auto" and policy.weigh_time:
+            tier = stored.slowest_tier(load.ranges)
+            plan = self._pace.checked(plan, tier, load.size_bytes)
+            request.report.planned(plan)
+        if load is None or plan.mode == "miss":
+            is_off = policy.mode == "off"
             done = run.plain() if is_off else run.cold(keep=plan.matched_tokens)
             return Outcome(done, plan, stored, None)
-        load = self._loads.of(plan, request)
         try:
             self._loads.start(load, stored, request)
             return Outcome(run.hit(plan, load), plan, stored, load)
@@ -255,6 +263,17 @@ class HybridEngine:
             request.report.missed(failure.reason)
         cold = run.cold(keep=plan.matched_tokens)
         return Outcome(cold, FetchPlan("miss", True, 0), NOTHING, None)
+
+    def _note_pace(self, outcome: Outcome, request: Request) -> None:
+        """Notes how long the prompt's prefill and load have taken."""
+        report, load = request.report, outcome.load
+        prefilled_s = report.seconds("suffix") - report.seconds("kv")
+        self._pace.prefilled(len(request.tokens) - outcome.plan.prefill_from, prefilled_s)
+        if load is not None and load.seconds:
+            sizes = load.bytes_by_tier()
+            tier = "redis" if any(tier == "redis" for tier, _ in sizes) else "cpu"
+            size = sum(size for (tier, _), size in sizes.items() if tier != "gpu")
+            self._pace.loaded(tier, size, load.seconds)
 
     def _checked(self, token_ids: Sequence[int], max_new_tokens: int) -> ExtendedTokens:
         tokens = extended_tokens(token_ids)

@@ -41,6 +41,7 @@ class Prefilled:
     Attributes:
         cache: after the whole prompt.
         logits: `[V]` after its last token.
+        first_token: the most likely one.
         kv: keys and values `[H, n, d]` per FA layer.
         hidden: rows `[n - hidden_from, D]` per source; empty where nothing was to be kept.
         hidden_from: position of the first hidden row.
@@ -51,6 +52,7 @@ class Prefilled:
 
     cache: HybridCache
     logits: Tensor
+    first_token: int
     kv: list[tuple[Tensor, Tensor]]
     hidden: list[Tensor]
     hidden_from: int
@@ -169,8 +171,8 @@ class PromptRun:
         return done
 
     def decode(self, done: Prefilled, max_new_tokens: int) -> list[int]:
-        """Greedy continuation, `max_new_tokens` long; the first token is that of the logits."""
-        tokens = [int(done.logits.argmax())]
+        """Greedy continuation, `max_new_tokens` long, from the prompt's first token on."""
+        tokens = [done.first_token]
         while len(tokens) < max_new_tokens:
             step = torch.tensor(tokens[-1:], device=self._tokens.device)
             tokens.append(int(self._model.forward(step, done.cache).argmax()))
@@ -289,9 +291,11 @@ class PromptRun:
                     cache.note_states(trace, end)
                     if end != total:
                         states[end] = cache.states()
+            # Waits for a device, so that the phase is over when the token is there.
+            first_token = int(logits.argmax())
         kv = [cache.kv(layer) for layer in dims.fa_layers]
         rows = [hidden.rows(source) for source in dims.hidden_sources if keep is not None]
-        return Prefilled(cache, logits, kv, rows, first, states, trace)
+        return Prefilled(cache, logits, first_token, kv, rows, first, states, trace)
 
     def _zero_states(self) -> States:
         dims = self._model.dims

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -98,10 +99,26 @@ class Load:
         self._over: LoadFailed | None = None
         self._frames = 0
         self._bytes: dict[tuple[str, Kind], int] = {}
+        self._started_s: float | None = None
+        self._ended_s: float | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Payload bytes of all ranges."""
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+    @property
+    def seconds(self) -> float:
+        """How long the stream has been read, up to its end; 0 before that begins."""
+        with self._changed:
+            if self._started_s is None:
+                return 0.0
+            return (self._ended_s or time.perf_counter()) - self._started_s
 
     def run(self, stream: FetchStream | LaneStream) -> None:
         """Reads the stream to its end; called once, on a thread of its own. Never raises."""
         with self._changed:
+            self._started_s = time.perf_counter()
             self._stream = stream
             cancelled = self._cancelled
         if cancelled:
@@ -119,6 +136,7 @@ class Load:
         finally:
             with self._changed:
                 self._over = over
+                self._ended_s = time.perf_counter()
                 self._changed.notify_all()
         # Behind that, since nobody waits for it.
         if self._damaged is not None:

@@ -14,7 +14,7 @@ tail: every state rebuilt from the last k hiddens alone; approximate. Where hidd
     the last k tokens and the stored keys and values.
 auto: a tail that keeps to the error budget, where the states hold little from before the nearer
     half of the gap that `exact` would close; else as `exact`. Figures noted when the prefix was
-    prefilled tell both beforehand.
+    prefilled tell both beforehand. Plain prefill where a load is expected to take longer.
 zero: keys and values with zero states; for evaluation only.
 off: plain prefill, the store is not asked.
 """
@@ -39,6 +39,13 @@ class CachePolicy(BaseModel):
     max_reprefill_tokens: Annotated[
         int, Field(ge=0, description="longest gap that is prefilled again, not replayed, in tokens")
     ] = 256
+    weigh_time: Annotated[
+        bool,
+        Field(
+            description="whether `auto` prefills instead where loading is expected to take longer, "
+            "by what this engine has measured lately"
+        ),
+    ] = True
     exact_repair: Annotated[
         bool, Field(description="whether the state behind a tail is rebuilt exactly when idle")
     ] = True

@@ -67,6 +67,10 @@ class Report:
         finally:
             self._phases_s[name] += time.perf_counter() - started_s
 
+    def seconds(self, name: str) -> float:
+        """Time spent in a phase so far."""
+        return self._phases_s[name]
+
     def planned(self, plan: FetchPlan) -> None:
         """Takes over what a plan amounts to."""
         if plan.mode == "miss" and self._fields["miss_reason"] is None:

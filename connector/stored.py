@@ -9,7 +9,7 @@ from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.objects import PAGE_TOKENS, Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ class StoredPrefix:
         hidden: ascending, disjoint spans [first, end) of tokens whose exact hiddens exist.
         checkpoints: exact states, ascending by token.
         tail_figures: of a tail that ends at a token, or in that token's page.
+        in_redis: what of it lies in Redis alone, as (kind, first token, end token).
     """
 
     matched_tokens: int
@@ -46,6 +47,7 @@ class StoredPrefix:
     hidden: tuple[tuple[int, int], ...] = ()
     checkpoints: tuple[StoredCheckpoint, ...] = ()
     tail_figures: Mapping[int, bytes] = field(default_factory=dict)
+    in_redis: tuple[tuple[int, int, int], ...] = ()
 
     def figures_at(self, token: int) -> bytes:
         """Tail figures of a tail that ends at `token`; empty where there are none."""
@@ -57,6 +59,16 @@ class StoredPrefix:
     def has_hidden(self, first: int, end: int) -> bool:
         """Whether the hiddens of [first, end) exist."""
         return first >= end or any(a <= first and end <= b for a, b in self.hidden)
+
+    def slowest_tier(self, ranges: Iterable[pb.Range]) -> str:
+        """Where the slowest part of some ranges lies, 'cpu' or 'redis'."""
+        spans = [(int(r.kind), r.first_token, r.end_token) for r in ranges]
+        reaches_redis = any(
+            kind == other and first < end and begin < stop
+            for kind, begin, end in self.in_redis
+            for other, first, stop in spans
+        )
+        return "redis" if reaches_redis else "cpu"
 
 
 NOTHING = StoredPrefix(0)
@@ -81,7 +93,17 @@ def stored_prefix(answer: pb.MatchResponse) -> StoredPrefix:
             if c.provenance == exact
         ),
         {r.end_token: r.tail_figures for r in answer.runs if r.tail_figures},
+        tuple(_in_redis(answer)),
     )
+
+
+def _in_redis(answer: pb.MatchResponse) -> Iterator[tuple[int, int, int]]:
+    for run in answer.runs:
+        if run.tier == pb.TIER_REDIS:
+            yield int(run.kind), run.first_token, run.end_token
+    for state in answer.checkpoints:
+        if state.tier == pb.TIER_REDIS:
+            yield int(Kind.CHECKPOINT), state.token - 1, state.token
 
 
 def _page(token: int) -> int:

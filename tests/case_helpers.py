@@ -53,10 +53,9 @@ Tokens = list[int]
 
 
 def policy(mode: str = "exact", **settings: Any) -> CachePolicy:
-    """A policy whose deadlines hold on a busy machine."""
-    return CachePolicy(
-        mode=mode, **{"match_timeout_s": WAIT_S, "stall_timeout_s": WAIT_S} | settings
-    )
+    """A policy that holds on a busy machine: long deadlines, and no load is too slow."""
+    patient = {"match_timeout_s": WAIT_S, "stall_timeout_s": WAIT_S, "weigh_time": False}
+    return CachePolicy(mode=mode, **patient | settings)
 
 
 def replica(store: str | StoreClient, model: Any = None, **settings: Any) -> HybridEngine:

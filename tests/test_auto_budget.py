@@ -19,7 +19,7 @@ from tailreplay.store.tokens import extended_tokens
 pytestmark = pytest.mark.model
 
 
-WAIT = {"match_timeout_s": 20.0, "stall_timeout_s": 20.0}
+WAIT = {"match_timeout_s": 20.0, "stall_timeout_s": 20.0, "weigh_time": False}
 TOKENS = 640
 
 
