@@ -235,7 +235,9 @@ class HybridEngine:
         report.round_trip()
         report.event("matched")
         request.policy = request.policy.with_default_mode(answer.default_mode)
-        return stored_prefix(answer)
+        stored = stored_prefix(answer)
+        report.answered(stored.mismatches)
+        return stored
 
     def _run(
         self, run: PromptRun, plan: FetchPlan, stored: StoredPrefix, request: Request

@@ -83,9 +83,10 @@ class Outgoing:
         if not pages or not self._model.dims.hidden_sources:
             return {}
         known = torch.from_numpy(unpack(stored.figures_at(done.trace.first)))
-        tails = span_tails(
-            done.trace, self._model.group_places, pages, known if len(known) else None
-        )
+        groups = self._model.group_places
+        # One is of all groups together; of another number they are not this model's.
+        are_ours = len(known) in (1, len(groups))
+        tails = span_tails(done.trace, groups, pages, known if are_ours else None)
         return {first: pack(tails[i].numpy()) for i, (first, _) in enumerate(pages)}
 
     def _object(

@@ -40,6 +40,7 @@ class Report:
             "recomputed_tokens": 0,
             "checkpoint_token": 0,
             "tail_wanted": None,
+            "mismatches": 0,
             "lost": {},
             "rpcs": 0,
             "ttft_s": 0.0,
@@ -70,6 +71,10 @@ class Report:
     def seconds(self, name: str) -> float:
         """Time spent in a phase so far."""
         return self._phases_s[name]
+
+    def answered(self, mismatches: int) -> None:
+        """Notes how many parts of the store's answer were not what they must be."""
+        self._fields["mismatches"] = mismatches
 
     def planned(self, plan: FetchPlan) -> None:
         """Takes over what a plan amounts to."""

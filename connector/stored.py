@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tailreplay.connector.tail_figures import are_figures
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.objects import PAGE_TOKENS, Kind
 
@@ -38,6 +39,7 @@ class StoredPrefix:
         checkpoints: exact states, ascending by token.
         tail_figures: of a tail that ends at a token, or in that token's page.
         in_redis: what of it lies in Redis alone, as (kind, first token, end token).
+        mismatches: parts of the answer that were not what they must be, and are left out.
     """
 
     matched_tokens: int
@@ -48,6 +50,7 @@ class StoredPrefix:
     checkpoints: tuple[StoredCheckpoint, ...] = ()
     tail_figures: Mapping[int, bytes] = field(default_factory=dict)
     in_redis: tuple[tuple[int, int, int], ...] = ()
+    mismatches: int = 0
 
     def figures_at(self, token: int) -> bytes:
         """Tail figures of a tail that ends at `token`; empty where there are none."""
@@ -81,6 +84,8 @@ def stored_prefix(answer: pb.MatchResponse) -> StoredPrefix:
     hidden = [(r.first_token, r.end_token) for r in answer.runs if _is(r, Kind.HIDDEN, exact)]
     any_kv = [(r.first_token, r.end_token) for r in answer.runs if int(r.kind) == Kind.KV]
     kv_tokens = _covered(kv)
+    told = {r.end_token: r.tail_figures for r in answer.runs if r.tail_figures}
+    figures = {end: some for end, some in told.items() if are_figures(some)}
     return StoredPrefix(
         answer.matched_tokens,
         answer.leaf,
@@ -92,8 +97,9 @@ def stored_prefix(answer: pb.MatchResponse) -> StoredPrefix:
             for c in answer.checkpoints
             if c.provenance == exact
         ),
-        {r.end_token: r.tail_figures for r in answer.runs if r.tail_figures},
+        figures,
         tuple(_in_redis(answer)),
+        len(told) - len(figures),
     )
 
 

@@ -33,6 +33,11 @@ def unpack(figures: bytes) -> npt.NDArray[np.int64]:
     return np.frombuffer(figures, "<u2").reshape(-1, len(BUDGETS)).astype(np.int64)
 
 
+def are_figures(figures: bytes) -> bool:
+    """Whether bytes of a store can be figures; of no group there are none."""
+    return len(figures) % TAIL_FIGURE_BYTES == 0 and len(figures) <= MAX_TAIL_FIGURES_BYTES
+
+
 def tails_within(figures: bytes, error_budget: float) -> tuple[int, ...] | None:
     """Tail of each group that keeps to a budget; None when that is not known."""
     affordable = [i for i, budget in enumerate(BUDGETS) if budget <= error_budget]

@@ -70,3 +70,5 @@ class Counts:
         self._counts["store_up"] = int(failed is None)
         if failed is not None:
             self._counts[f"failed_lookups:{failed}"] += 1
+        else:
+            self._counts["mismatches"] += tracked.asked.result().stored.mismatches

@@ -27,6 +27,7 @@ PLAIN = {
     "matched_tokens": "Tokens of prompts that the store had; equals used plus lost.",
     "used_tokens": "Tokens of prompts up to the boundary that was chosen.",
     "loads": "Loads that were begun.",
+    "mismatches": "Parts of the store's answers that were not what they must be, and left out.",
 }
 """Help texts of the counters without a reason."""
 

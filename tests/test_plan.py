@@ -452,6 +452,25 @@ def test_approximate_payload_counts_as_none_and_is_lost_to_provenance():
     assert tail.lost == {"hidden_missing": 256, "provenance": 256, "kv_missing": 88}
 
 
+@pytest.mark.parametrize("size", [1, 5, 7, 31, 102])
+def test_figures_of_a_size_that_none_have_are_left_out_and_counted(size):
+    known = pb.Run(kind=pb.KIND_HIDDEN, end_token=64, provenance=EXACT, tail_figures=bytes(6))
+    rogue = pb.Run(
+        kind=pb.KIND_HIDDEN,
+        first_token=64,
+        end_token=700,
+        provenance=EXACT,
+        tail_figures=bytes(size),
+    )
+    runs = [run(pb.KIND_KV, 0, 700), known, rogue]
+    stored = stored_prefix(pb.MatchResponse(matched_tokens=700, leaf=b"leaf", runs=runs))
+    assert stored.mismatches == 1
+    assert (stored.figures_at(64), stored.figures_at(700)) == (bytes(6), b"")
+    assert stored.hidden == ((0, 700),)
+    for mode in ("auto", "tail", "exact"):
+        plan_fetch(stored, 800, CachePolicy(mode=mode, error_budget=0.3), SHAPE)
+
+
 def test_a_short_gap_is_prefilled_again_and_a_long_one_is_replayed_where_hiddens_are():
     whole = StoredPrefix(2000, b"leaf", 2000, 0, ((0, 2000),), (at(1024),))
     short = plan_fetch(whole, 1024 + 256 + 1, CachePolicy(), SHAPE)

@@ -68,6 +68,36 @@ class StopsAfterMatch(StoreClient):
         return answer
 
 
+class Rogue(StoreClient):
+    """A client whose store tells figures that no writer could have put."""
+
+    figures = b""
+
+    def match(self, *args, **kwargs):
+        answer = super().match(*args, **kwargs)
+        for run in answer.runs:
+            run.tail_figures = self.figures
+        return answer
+
+
+@pytest.mark.parametrize("mode", ["auto", "exact"])
+@pytest.mark.parametrize("figures", [b"odd", bytes(7), b"\1\0" * 6, b"\1\0" * 3 * 16])
+def test_figures_of_a_rogue_store_fail_no_request(server, tenant, figures, mode):
+    how = policy(mode=mode, error_budget=0.3)
+    with (
+        Rogue(server.address) as client,
+        replica(client, policy=how, tenant=tenant) as engine,
+    ):
+        ask(engine, SHORT)
+        client.figures = figures
+        longer = fork(SHORT, 299, more=200)
+        out = ask(engine, longer)
+        assert out.report["matched_tokens"] == 299
+        assert bool(out.report["mismatches"]) == bool(len(figures) % 6)
+        if out.report["mode"] != "tail":
+            assert_right(out, longer)
+
+
 @pytest.mark.slow
 def test_a_store_that_goes_between_match_and_fetch_costs_nothing_but_time(address):
     config = StoreConfig(listen=address, pool_bytes=64 << 20, **STORE)
