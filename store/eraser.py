@@ -144,6 +144,15 @@ class Eraser:
         """
         self._delete_in_redis(None if done.everything else done.namespaces, done, done.names)
 
+    def sweep_in_redis(self, done: Erased) -> None:
+        """Deletes what manifests hold of blocks in which Redis has nothing any more.
+
+        Raises:
+            StoreUnavailable: Redis does not answer.
+        """
+        if self._ledger is not None and (done.everything or done.namespaces):
+            self._ledger.sweep(None if done.everything else done.namespaces)
+
     def _list_all_of(self, namespace: bytes) -> None:
         """Lists what other stores have put into Redis as well."""
         try:
@@ -172,6 +181,7 @@ class Eraser:
             )
             held += self._tiers.held(names)
         done.held = len(self._let_go(held))
+        self._catalog.redis.wait_for_commits(self._patience_s)
 
     def _let_go(self, held: list[ObjectName]) -> list[ObjectName]:
         """Waits a while for those who hold deleted objects; what is written to Redis has arrived.

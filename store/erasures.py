@@ -132,8 +132,8 @@ class Erasures:
         for erasure_id in todo:
             done = self._here(asked[erasure_id])
             # Redis was away when this store began: what is there now may be newer than the erasure.
-            if has_joined and not ledger.answer(erasure_id, done) and not asked[erasure_id].clears:
-                self._eraser.delete_in_redis(done)
+            if has_joined and not ledger.answer(erasure_id, done):
+                self._finish_late(asked[erasure_id], done)
             self._note_done(erasure_id)
             logger.info("forgot %d objects, as another store was asked to", done.objects)
         with self._lock:
@@ -141,6 +141,16 @@ class Erasures:
             known = self._done or dict.fromkeys(asked, now_s)
             self._done = {i: at for i, at in known.items() if i in asked or now_s < at + _KNOWN_S}
             self._own = {i: own for i, own in self._own.items() if i in self._done}
+
+    def _finish_late(self, erasure: Erasure, done: Erased) -> None:
+        """Deletes in Redis what the asker has not, since this store was not done by then.
+
+        What was only cleared may have been stored anew, so its payload is left as it is by now.
+        """
+        if erasure.clears:
+            self._eraser.sweep_in_redis(done)
+        else:
+            self._eraser.delete_in_redis(done)
 
     def _ask_again(self, ledger: ErasureLedger, asked: Mapping[bytes, Erasure]) -> None:
         with self._lock:

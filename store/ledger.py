@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 
 from tailreplay.store.manifest_form import literal
+from tailreplay.store.manifest_sweep import sweep
 from tailreplay.store.namespace import NAMESPACE_BYTES, TENANT_BYTES
 from tailreplay.store.public_prefixes import PublicPrefix
 from tailreplay.store.quota import NO_LIMITS, Limits
@@ -240,6 +241,20 @@ class Ledger:
         return self._tables.run(
             lambda: sum(int(c.unlink(*part)) for c in clients for part in parts)
         )
+
+    def sweep(self, namespaces: Collection[bytes] | None) -> int:
+        """Deletes what manifests hold of blocks without objects; scans all of Redis.
+
+        Args:
+            namespaces: whose; None = anybody's.
+
+        Returns:
+            How many manifests it has deleted.
+        """
+        manifests = self._tables.prefix + b"m:"
+        keys = [key for key in self.keys_of(namespaces) if key.startswith(manifests)]
+        clients = self._tables.servers.clients
+        return self._tables.run(lambda: sweep(clients, keys, len(manifests)))
 
     def close(self) -> None:
         """Closes the connections."""

@@ -52,6 +52,8 @@ NAME_BYTES = 32
 """Bytes of a prefix hash, with which a child's member ends."""
 NAMES_BYTES = 64
 """Bytes of a namespace and a prefix hash, with which a manifest's key ends."""
+BLOCK_FIELD = b"b"
+"""Field of a manifest that says what its block is; the others are of objects."""
 _PAGE_BYTES = PAGE_TOKENS * DIGEST_BYTES
 _MAX_PAGES = KV_BLOCK_TOKENS // PAGE_TOKENS
 _MAX_OBJECT_BYTES = 1 << 40
@@ -197,17 +199,17 @@ def _unpack(
 ) -> tuple[Block, list[Entry]] | None:
     """A manifest read back; None when it is damaged, which makes it a miss."""
     try:
-        first, pages, parent = _BLOCK.unpack_from(fields[b"b"])
+        first, pages, parent = _BLOCK.unpack_from(fields[BLOCK_FIELD])
         at = _BLOCK.size + 32 * pages
-        hashes = tuple(fields[b"b"][i : i + 32] for i in range(_BLOCK.size, at, 32))
-        digests = fields[b"b"][at:]
+        hashes = tuple(fields[BLOCK_FIELD][i : i + 32] for i in range(_BLOCK.size, at, 32))
+        digests = fields[BLOCK_FIELD][at:]
         block = Block(names[:32], names[32:], parent, first, digests, hashes, placed_by)
         whole = len(block.digests) % DIGEST_BYTES == 0
         if len(names) != NAMES_BYTES or pages > _MAX_PAGES or not whole:
             return None
         if pages != -(-len(block.digests) // _PAGE_BYTES):
             return None
-        return block, [_entry(k, v) for k, v in fields.items() if k != b"b"]
+        return block, [_entry(k, v) for k, v in fields.items() if k != BLOCK_FIELD]
     except (KeyError, ValueError, struct.error):
         return None
 

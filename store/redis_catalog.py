@@ -6,6 +6,8 @@ Manifests are read and written here, never under the lock of the holdings.
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from typing import TYPE_CHECKING
 
 from tailreplay.store.errors import StoreUnavailable
@@ -18,6 +20,7 @@ from tailreplay.store.retelling import block_again
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from tailreplay.store.claims import Due
     from tailreplay.store.holdings import Holdings
     from tailreplay.store.manifest import Manifests
     from tailreplay.store.objects import ObjectName
@@ -62,7 +65,8 @@ class RedisCatalog:
         self._manifests = manifests
         self._clock = clock
         self._renewal: Renewal | None = None
-        # Guarded by the lock of the holdings: what follows.
+        # Guarded by the lock of the holdings: what follows; the first are the commits under way.
+        self._under_way: set[threading.Event] = set()
         life_s = 0.0 if manifests is None else manifests.ttl_s
         self._fading = Fading(held.index.trees, clock, life_s)
         self._listing = RedisListing(held.index, held.place, clock, max_blocks)
@@ -88,17 +92,39 @@ class RedisCatalog:
         """Writes the manifests of admitted objects whose payload is in Redis."""
         if not names or self._manifests is None:
             return
-        held = self._held
-        with held.lock:
-            due = held.claims.due(names)
+        is_over = threading.Event()
+        with self._held.lock:
+            due = self._held.claims.due(names)
             entries = [(one.home, entry_of(one.record)) for one in due]
-        taken = self._manifests.commit(entries)
+            self._under_way.add(is_over)
+        try:
+            self._settle(due, self._manifests.commit(entries))
+        finally:
+            with self._held.lock:
+                self._under_way.discard(is_over)
+            is_over.set()
+
+    def wait_for_commits(self, patience_s: float) -> None:
+        """Waits until those commits are over that are under way now, or for so long."""
+        give_up_s = time.monotonic() + patience_s
+        with self._held.lock:
+            under_way = list(self._under_way)
+        for commit in under_way:
+            commit.wait(max(0.0, give_up_s - time.monotonic()))
+
+    def _settle(self, due: Sequence[Due], lives_s: Sequence[float]) -> None:
+        """Notes what of a commit Redis has taken; what has gone meanwhile is taken back there."""
+        held, overtaken = self._held, []
+        taken = dict(zip(due, lives_s, strict=True))
         with held.lock:
-            for one, life_s in zip(due, taken, strict=True):
-                if life_s and held.claims.settle(one):
-                    one.record.redis_until_s = self._clock() + life_s
+            for one in (one for one in due if taken[one]):
+                if held.claims.settle(one):
+                    one.record.redis_until_s = self._clock() + taken[one]
                     held.place(one.record, in_redis=True)
-        self.failed([one.record.name for one, life_s in zip(due, taken, strict=True) if not life_s])
+                elif not (one.record.exists or held.claims.is_on_its_way(one.record.name)):
+                    overtaken.append((one.home.called, entry_of(one.record).field))
+        self.forget(overtaken)
+        self.failed([one.record.name for one in due if not taken[one]])
 
     def homes(self, records: Sequence[Record]) -> list[tuple[Record, Block]]:
         """Objects that are still listed, each with a block whose manifest is to speak of it."""

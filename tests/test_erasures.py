@@ -177,14 +177,66 @@ def test_what_was_asked_for_and_redis_has_lost_is_asked_again(stores, redis_serv
         until(lambda: keys(prefix))  # the other store knows of nothing, and has made up for it
     erasures.tick = tick
     until(lambda: writer.match(prefix).matched_tokens == 0)
-    # What manifests hold of a cleared block without objects expires by itself.
-    payloads = b"" if forget is erase else b"tailreplay:o:"
-    until(lambda: not [key for key in keys(prefix) if key.startswith(payloads)])
+    until(lambda: not keys(prefix))
     assert writer.put(prefix).stored == 21
     for store in stores:
         store[0].store.admin.erasures.redis_lost()
         store[0].store.admin.erasures.tick()
     assert writer.match(prefix).matched_tokens == 1000
+
+
+@pytest.mark.parametrize("patience_s", [20.0, 0.0])
+def test_a_commit_that_is_under_way_leaves_nothing_of_what_is_erased(
+    redis_server, keys, patience_s
+):
+    """Its manifest comes to Redis after the look at what is there, or just before."""
+    prefix = prefix_of(ACME)
+    gate, entered = threading.Event(), threading.Event()
+    with (
+        serve_in_thread(redis_url=redis_server.url) as server,
+        closing(Client(server.address)) as client,
+    ):
+        store = server.store
+        store.admin._eraser._patience_s = patience_s
+        commit = store.manifests.commit
+
+        def held_up(entries):
+            entered.set()
+            assert gate.wait(20)
+            return commit(entries)
+
+        store.manifests.commit = held_up
+        client.put(prefix)
+        assert entered.wait(20)
+        eraser = threading.Thread(target=erase, args=(client,))
+        eraser.start()
+        until(lambda: not store.catalog.select(lambda _: True))
+        eraser.join(0.5 if patience_s else 20)  # who waits for the commit does not end before it
+        gate.set()
+        eraser.join(20)
+        if patience_s:
+            assert not keys(prefix)
+        else:
+            until(lambda: not store.catalog.redis._under_way)
+            assert not any(entries for _, entries in store.manifests.load())
+
+
+def test_what_a_late_store_sweeps_is_what_names_nothing(stores, keys):
+    (first, writer), _ = stores
+    kept, gone = prefix_of(ACME), prefix_of(ACME)
+    for prefix in (kept, gone):
+        writer.put(prefix)
+        until(lambda: not writer.stats().redis_pending_bytes)
+    had = set(keys(kept))
+    records = first.store.catalog.select(lambda r: r.name.namespace == gone.namespace)
+    first.store.catalog.lost(*records)
+    first.store.tiers.delete([record.name for record in records])
+    assert keys(gone)
+    ledger = first.store.admin.operators._ledger
+    assert ledger.sweep({kept.namespace, gone.namespace}) == 4
+    assert not keys(gone)
+    assert set(keys(kept)) == had
+    assert ledger.sweep(None) == 0
 
 
 CLEARED = {
@@ -268,6 +320,11 @@ class NoEraser:
 
     def __init__(self) -> None:
         self.asked: list[Erased] = []
+        self.swept: list[Erased] = []
+
+    def sweep_in_redis(self, done: Erased) -> None:
+        """Nothing."""
+        self.swept.append(done)
 
     def delete_in_redis(self, done: Erased) -> None:
         """Nothing."""
@@ -283,7 +340,7 @@ def test_a_store_that_is_late_to_clear_leaves_redis_as_it_is_by_now(tables, clea
     asker.close(erasure_id)
     asker.ask(erasure_id, Erasure(ACME, frozenset(), clears=clears))
     late.tick()
-    assert len(eraser.asked) == (0 if clears else 1)
+    assert (len(eraser.asked), len(eraser.swept)) == ((0, 1) if clears else (1, 0))
 
 
 def test_a_store_that_does_not_answer_is_counted(tables):
