@@ -13,6 +13,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from certificates import Authority
+from loopback import free_port
 
 from tailreplay.connector.demo_processes import redis_server
 from tailreplay.store.redis_endpoint import RedisEndpoint
@@ -67,7 +68,7 @@ class RedisServer:
             self._options["unixsocket"] = str(self.socket_path)
             self.url = f"unix://{self.socket_path}"
         else:
-            self.port = _free_port()
+            self.port = free_port()
             self._options |= {"bind": "127.0.0.1", "port": str(self.port)}
             self.url = f"redis://127.0.0.1:{self.port}"
         self._tls = None if tls is None else ssl.create_default_context(cafile=tls.cert)
@@ -152,10 +153,3 @@ class RedisServer:
 def servers_at(*urls: str) -> RedisServers:
     """Clients of some servers, as a store has them for manifests."""
     return RedisServers([RedisEndpoint.parse(url) for url in urls], timeout_s=5.0)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

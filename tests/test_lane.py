@@ -1,7 +1,6 @@
 """The data lane: rows and objects beside gRPC, over a real socket and through shared memory."""
 
 import os
-import socket
 import tempfile
 import threading
 import time
@@ -12,6 +11,7 @@ import lane_objects
 import numpy as np
 import pytest
 from lane_objects import WAIT_S
+from loopback import free_port
 from store_objects import Prefix, span_range
 
 from tailreplay.connector.client import StoreClient
@@ -167,8 +167,7 @@ def test_refusals_have_the_errors_of_grpc(address):
 
 def test_a_lane_that_ended_with_the_store_is_replaced(address):
     if address.endswith(":0"):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            address = f"127.0.0.1:{free.getsockname()[1]}"
+        address = f"127.0.0.1:{free_port()}"
     with StoreClient(address, match_timeout_s=WAIT_S, call_timeout_s=WAIT_S) as client:
         for _ in range(2):
             with serve_in_thread(listen=address):

@@ -2,7 +2,6 @@
 
 import json
 import re
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from loopback import free_port
 from waiting import until
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
@@ -36,18 +36,10 @@ def lmcache(tmp_path: Path, *words: str) -> str:
     return done.stdout + done.stderr
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
-
-
 @contextmanager
 def server(tmp_path: Path, redis_url: str):
     """A stock server; yields its request and HTTP ports."""
-    port, http_port, metrics_port = free_ports(3)
+    port, http_port, metrics_port = (free_port() for _ in range(3))
     command = [*LMCACHE, "server", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--http-host", "127.0.0.1", "--http-port", str(http_port)]
     command += ["--prometheus-port", str(metrics_port), "--l1-size-gb", "0.125"]

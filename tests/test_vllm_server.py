@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from loopback import free_port
 from redis_server import RedisServer
 from vllm_engine import environment, transfer_config
 from vllm_models import qwen35
@@ -51,9 +51,7 @@ class Server(Process):
     """`vllm serve` on a free port of loopback."""
 
     def __init__(self, model: Path, store: str, folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
         flags = {
             "model": str(model),

@@ -167,14 +167,6 @@ def rss_bytes(pid: int) -> int:
     return int(found[1]) << 10
 
 
-def free_port() -> int:
-    """A loopback port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def wait_for_port(port: int, process: subprocess.Popen[bytes], limit_s: float = 40) -> None:
     """Returns once something listens on a loopback port.
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from loopback import free_port
 
 from store_parts.children import (
     Child,
     answer_commands,
-    free_port,
     start,
     stop,
     wait_for_port,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from loopback import free_port
 from vllm_engine import Engine
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def lmcache_engine(model: Path, folder: Path, mode: str) -> Iterator[Engine]:
 @contextmanager
 def _server(folder: Path, mode: str) -> Iterator[int]:
     """`lmcache server` as its documentation starts it for hybrids; yields its port."""
-    port, http, metrics = (_free_port() for _ in range(3))
+    port, http, metrics = (free_port() for _ in range(3))
     flags = {
         "--host": "127.0.0.1",
         "--port": str(port),
@@ -101,10 +101,3 @@ def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
             return
         time.sleep(0.5)
     raise AssertionError("lmcache server did not come up")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -5,26 +5,20 @@ What the binary answers; that a chart's probes are these is shown where the char
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from loopback import free_port
 from test_probes import ask
 from waiting import until
 
 WAIT_S = 60
 
 pytestmark = pytest.mark.slow
-
-
-def free_port():
-    with closing(socket.create_server(("127.0.0.1", 0))) as sock:
-        return sock.getsockname()[1]
 
 
 def status(address, path):
