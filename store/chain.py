@@ -115,11 +115,6 @@ def digest_key(namespace: bytes, secret: bytes = b"") -> bytes:
     return blake3(secret + namespace, derive_key_context=_DIGEST_CONTEXT).digest(length=16)
 
 
-def running_digests(key: bytes, tokens: ExtendedTokens) -> bytes:
-    """One 8-byte digest per token, back to back: `8 * n` bytes, each over the prefix up to it."""
-    return sealed_tokens(key, tokens)[:, 0].tobytes()
-
-
 def sealed_tokens(
     key: bytes, tokens: ExtendedTokens, state: bytes = bytes(STATE_BYTES)
 ) -> npt.NDArray[np.uint64]:

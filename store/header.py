@@ -138,21 +138,16 @@ def object_bytes(geometry: Geometry, rows: int) -> int:
     return header_bytes(page_count(geometry, rows)) + geometry.payload_bytes(rows)
 
 
-def build_object(header: Header, payload: bytes | memoryview) -> tuple[bytes, memoryview]:
+def build_parts(header: Header, payload: Sequence[bytes | memoryview]) -> list[memoryview]:
     """Header with the payload's page checksums filled in, and the payload, ready to send.
 
-    Raises:
-        InvalidRequest: the geometry is not one of its kind, or the payload has another size.
-    """
-    head, view = build_parts(header, [payload])
-    return bytes(head), view
-
-
-def build_parts(header: Header, payload: Sequence[bytes | memoryview]) -> list[memoryview]:
-    """As `build_object`, of a payload in parts of whole units, which stay where they lie.
+    Args:
+        header: without checksums.
+        payload: in parts of whole units, which stay where they lie.
 
     Raises:
-        InvalidRequest: as there; or a part ends inside a unit.
+        InvalidRequest: the geometry is not one of its kind, the payload has another size, or a part
+            ends inside a unit.
     """
     if fault := _fault(header):
         raise InvalidRequest(f"header of a {header.name.kind.name} object: {fault}")

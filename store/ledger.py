@@ -59,7 +59,7 @@ class Ledger:
     """Reads and writes operators' decisions. Thread-safe; every call is bounded by the timeout.
 
     Args:
-        tables: where they are; closed with this.
+        tables: where they are.
         wall: seconds since the epoch.
         secret: that of the running digests; who does not have it can not read names.
 
@@ -255,10 +255,6 @@ class Ledger:
         keys = [key for key in self.keys_of(namespaces) if key.startswith(manifests)]
         clients = self._tables.servers.clients
         return self._tables.run(lambda: sweep(clients, keys, len(manifests)))
-
-    def close(self) -> None:
-        """Closes the connections."""
-        self._tables.close()
 
     def _published(self, name: bytes, value: bytes) -> PublicPrefix | None:
         """A public prefix as it was written; None if it is damaged."""

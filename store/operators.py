@@ -183,11 +183,6 @@ class Operators:
         with self._lock:
             self._written.clear()
 
-    def written_owners(self) -> list[bytes]:
-        """Namespaces whose tenant Redis knows."""
-        with self._lock:
-            return list(self._written)
-
     def _find(self, namespace: bytes, tokens: pb.Tokens) -> tuple[Match, Path]:
         key = self._digest_key(checked_namespace(namespace))
         return self._catalog.peek(Prompt(namespace, wire_tokens.from_wire(tokens), key))

@@ -3,7 +3,7 @@
 import json
 import sys
 
-from tailreplay.store.chain import PrefixChain, digest_key, running_digests
+from tailreplay.store.chain import PrefixChain, digest_key, sealed_tokens
 from tailreplay.store.namespace import NamespaceFields
 from tailreplay.store.tokens import extended_tokens
 
@@ -12,11 +12,10 @@ def names(fields: dict, ids: list[int]) -> dict[str, object]:
     namespace = NamespaceFields(**fields).digest()
     tokens = extended_tokens(ids)
     chain = PrefixChain(namespace, tokens)
-    digests = running_digests(digest_key(namespace), tokens)
     return {
         "namespace": namespace.hex(),
         "prefixes": [chain.prefix_hash(end).hex() for end in (1, 64, 100)],
-        "digest": digests[-8:].hex(),
+        "digest": sealed_tokens(digest_key(namespace), tokens)[-1, 0].tobytes().hex(),
     }
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import grpc
 import numpy as np
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.proto import store_pb2_grpc as rpc
-from tailreplay.store.chain import PrefixChain, digest_key, running_digests
+from tailreplay.store.chain import PrefixChain, digest_key, sealed_tokens
 from tailreplay.store.checksum import crc32c
 from tailreplay.store.geometry import (
     Dtype,
@@ -19,10 +20,13 @@ from tailreplay.store.geometry import (
     hidden_geometry,
     kv_geometry,
 )
-from tailreplay.store.header import Header, build_object
+from tailreplay.store.header import Header, build_parts
 from tailreplay.store.objects import BLOCK_TOKENS, Kind, ObjectName, Provenance
 from tailreplay.store.prompt import Prompt
 from tailreplay.store.tokens import extended_tokens, to_wire
+
+if TYPE_CHECKING:
+    from tailreplay.store.tokens import ExtendedTokens
 
 GEOMETRY = {
     Kind.KV: kv_geometry(fa_layers=2, kv_heads=2, head_dim=4, dtype=Dtype.FLOAT32),
@@ -34,6 +38,11 @@ GEOMETRY = {
 
 Span = tuple[Kind, int, int]
 """An object or a range: kind, first token, end token."""
+
+
+def running_digests(key: bytes, tokens: ExtendedTokens) -> bytes:
+    """One 8-byte digest per token, back to back, each over the prefix up to it."""
+    return sealed_tokens(key, tokens)[:, 0].tobytes()
 
 
 class Prefix:
@@ -92,8 +101,7 @@ class Prefix:
     def object(self, kind: Kind, first: int, end: int, **header: object) -> bytes:
         """The stored object of those rows."""
         empty = Header(self.name(kind, end), self.geometry[kind], first, end - first, (), **header)
-        head, payload = build_object(empty, self.rows(kind, first, end))
-        return head + bytes(payload)
+        return b"".join(build_parts(empty, [self.rows(kind, first, end)]))
 
     def spans(self, *kinds: Kind, until: int | None = None) -> list[Span]:
         """All objects of some kinds; a checkpoint at the end alone."""

@@ -53,7 +53,7 @@ def running(redis_server):
 
 
 def test_use_limits_and_modes_are_true_after_a_restart(running):
-    server, _ = running
+    server, raw = running
     prefixes = [prefix_of(ACME), prefix_of(ACME), prefix_of(OTHER)]
     with serve_in_thread(redis_url=server.url) as store, closing(Client(store.address)) as client:
         for prefix in prefixes:
@@ -63,7 +63,7 @@ def test_use_limits_and_modes_are_true_after_a_restart(running):
         settle(client)
         before = info(client, ACME)
         assert before.redis_bytes == before.cpu_bytes > 0
-        until(lambda: len(store.store.admin.operators.written_owners()) == 3)
+        until(lambda: all(owner_is_written(raw, prefix) for prefix in prefixes))
     with serve_in_thread(redis_url=server.url) as store, closing(Client(store.address)) as client:
         until(lambda: info(client, ACME).HasField("redis_limit_bytes"))
         after = info(client, ACME)
@@ -108,7 +108,7 @@ def test_erasing_a_tenant_leaves_no_key_and_a_scan_of_ones_own_agrees(running):
         for prefix in (mine, twin, other):
             assert client.put(prefix).stored == 21
         settle(client)
-        until(lambda: len(store.store.admin.operators.written_owners()) == 3)
+        until(lambda: all(owner_is_written(raw, p) for p in (mine, twin, other)))
         keys = [key for key in raw.keys("*") if mine.namespace in key or b"|" in key]
         assert keys
         answer = client.admin.Erase(pb.EraseRequest(tenant=ACME), timeout=20)
@@ -141,7 +141,7 @@ def test_what_another_store_has_written_is_erased_too(running):
         prefix = prefix_of(ACME)
         writer.put(prefix)
         settle(writer)
-        until(lambda: first.store.admin.operators.written_owners())
+        until(lambda: owner_is_written(raw, prefix))
         answer = client.admin.Erase(pb.EraseRequest(tenant=ACME), timeout=20)
         assert (answer.namespaces, answer.redis_keys_left) == (1, 0)
         assert answer.redis_keys_deleted > 21
@@ -156,13 +156,14 @@ def test_whose_a_namespace_is_may_be_said_after_another_store_has_read_of_it(run
     with serve_in_thread(redis_url=server.url) as store, closing(Client(store.address)) as writer:
         writer.put(prefix)
         settle(writer)
-        until(lambda: store.store.admin.operators.written_owners())
+        until(lambda: owner_is_written(raw, prefix))
     raw.delete(*raw.keys("tailreplay:a:owners:*"))  # as before it was written
     with (
         serve_in_thread(redis_url=server.url) as store,
         closing(Client(store.address)) as reader,
-        closing(Ledger(RedisTables(servers, "tailreplay:"))) as ledger,
+        closing(RedisTables(servers, "tailreplay:")) as tables,
     ):
+        ledger = Ledger(tables)
         assert reader.fetch(prefix, span_range(KV, 0, 1000)).ended == [0]
         until(lambda: store.store.catalog.quotas.tenants() == [b""])
         ledger.own({prefix.namespace: ACME})
@@ -175,7 +176,7 @@ def test_whose_a_namespace_is_may_be_said_after_another_store_has_read_of_it(run
 
 
 def test_without_redis_there_is_no_proof_and_the_pool_is_cleared(running):
-    server, _ = running
+    server, raw = running
     with (
         serve_in_thread(redis_url=server.url, redis_timeout_s=0.5) as store,
         closing(Client(store.address)) as client,
@@ -183,7 +184,7 @@ def test_without_redis_there_is_no_proof_and_the_pool_is_cleared(running):
         prefix = prefix_of(ACME)
         client.put(prefix)
         settle(client)
-        until(lambda: store.store.admin.operators.written_owners())
+        until(lambda: owner_is_written(raw, prefix))
         server.kill()
         with pytest.raises(grpc.RpcError) as caught:
             client.admin.Clear(pb.ClearRequest(tenant=ACME), timeout=20)
@@ -241,7 +242,8 @@ def test_owners_are_remembered_for_as_long_as_they_are_written(running, clock):
     day_s = 24 * 3600
     clock.now_s = 20_000.5 * day_s
     servers = RedisServers([RedisEndpoint.parse(server.url)], timeout_s=5)
-    with closing(Ledger(RedisTables(servers, "t:"), wall=clock)) as ledger:
+    with closing(RedisTables(servers, "t:")) as tables:
+        ledger = Ledger(tables, wall=clock)
         old, new = os.urandom(32), os.urandom(32)
         ledger.own({old: ACME, new: ACME})
         clock.now_s += day_s

@@ -5,8 +5,9 @@ import pytest
 from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
+from store_objects import running_digests
 
-from tailreplay.store.chain import PrefixChain, common_tokens, digest_key, running_digests
+from tailreplay.store.chain import PrefixChain, common_tokens, digest_key
 from tailreplay.store.tokens import extended_tokens
 
 NAMESPACE = bytes(range(32))

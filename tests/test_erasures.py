@@ -15,6 +15,7 @@ from tailreplay.store.eraser import Erased
 from tailreplay.store.erasure_ledger import Erasure, ErasureLedger, new_erasure_id
 from tailreplay.store.erasures import Erasures
 from tailreplay.store.header import object_bytes
+from tailreplay.store.ledger import Ledger
 from tailreplay.store.namespace import tenant_digest
 from tailreplay.store.objects import Kind
 from tailreplay.store.redis_endpoint import RedisEndpoint
@@ -82,15 +83,15 @@ def test_a_tenants_first_put_at_another_store_is_erased_at_once(stores, keys):
     assert first.store.catalog.quotas.owner(prefix.namespace) == b""
 
 
-def test_what_is_stored_after_an_erasure_is_the_tenants_again(stores, redis_server, keys):
-    (first, writer), (_, operator) = stores
+def test_what_is_stored_after_an_erasure_is_the_tenants_again(stores, redis_server, tables, keys):
+    (_, writer), (_, operator) = stores
     prefix = prefix_of(ACME)
     writer.put(prefix)
     erase(operator)
     writer.put(prefix)
     until(lambda: not writer.stats().redis_pending_bytes)
     # A second erasure knows of it, and so does one after a restart that has forgotten nothing.
-    until(lambda: prefix.namespace in first.store.admin.operators.written_owners())
+    until(lambda: Ledger(tables).owners_of([prefix.namespace]))
     with (
         serve_in_thread(redis_url=redis_server.url) as third,
         closing(Client(third.address)) as reader,

@@ -16,7 +16,6 @@ from tailreplay.store.errors import IntegrityError, InvalidRequest
 from tailreplay.store.geometry import Dtype, Geometry, StateLayout, hidden_geometry
 from tailreplay.store.header import (
     Header,
-    build_object,
     build_parts,
     header_bytes,
     object_bytes,
@@ -131,8 +130,8 @@ def headers(draw: st.DrawFn) -> Header:
 @given(headers(), st.randoms(use_true_random=False))
 def test_a_header_comes_back_as_it_was(header, random):
     payload = random.randbytes(header.payload_bytes)
-    head, view = build_object(header, payload)
-    data = head + bytes(view)
+    head, view = build_parts(header, [payload])
+    data = b"".join([head, view])
     found = verify_object(memoryview(data), header.name)
     assert replace(found, page_crcs=()) == header
     assert len(head) == found.header_bytes == header_bytes(len(found.page_crcs))
@@ -295,13 +294,13 @@ def test_forged_fields_are_an_integrity_error_or_no_change(offset, field):
 def test_an_object_that_no_reader_would_take_is_not_built(geometry, rows, message):
     header = Header(ObjectName(NAMESPACE, Kind.HIDDEN, bytes(32)), geometry, 0, rows, ())
     with pytest.raises(InvalidRequest, match=message):
-        build_object(header, bytes(header.payload_bytes))
+        build_parts(header, [bytes(header.payload_bytes)])
 
 
 def test_a_payload_of_another_size_is_not_built():
     header = Header(name_of(Kind.HIDDEN), GEOMETRY[Kind.HIDDEN], 64, 64, ())
     with pytest.raises(InvalidRequest, match="payload has 4095 bytes in 1 parts, wanted 4096"):
-        build_object(header, bytes(4095))
+        build_parts(header, [bytes(4095)])
 
 
 def test_a_payload_in_parts_of_whole_units_makes_the_same_object():
@@ -310,7 +309,7 @@ def test_a_payload_in_parts_of_whole_units_makes_the_same_object():
     payload = bytes(i * 7 % 256 for i in range(header.payload_bytes))
     unit = len(payload) // 3
     parts = build_parts(header, [payload[:unit], payload[unit:]])
-    assert b"".join(parts) == b"".join(build_object(header, payload))
+    assert b"".join(parts) == b"".join(build_parts(header, [payload]))
     with pytest.raises(InvalidRequest, match=r"in 2 parts, wanted 4800 .* of whole units"):
         build_parts(header, [payload[: unit - 1], payload[unit - 1 :]])
 

@@ -8,7 +8,7 @@ import pytest
 from tailreplay.store.checksum import crc32c, crc32c_of
 from tailreplay.store.errors import IntegrityError
 from tailreplay.store.geometry import Dtype, checkpoint_geometry, kv_geometry
-from tailreplay.store.header import Header, build_object, parse_header
+from tailreplay.store.header import Header, build_parts, parse_header
 from tailreplay.store.objects import ObjectName
 from tailreplay.store.row_sums import check_pages, crc32c_of_rows
 
@@ -23,9 +23,9 @@ def stored(geometry, rows):
     """Header and payload `[units, rows, row bytes]` of an object."""
     data = np.random.default_rng(rows).bytes(geometry.payload_bytes(rows))
     name = ObjectName(bytes(32), geometry.kind, bytes(32))
-    head, payload = build_object(Header(name, geometry, 0, rows, ()), data)
+    head, payload = build_parts(Header(name, geometry, 0, rows, ()), [data])
     units = np.frombuffer(payload, np.uint8).reshape(geometry.units, rows, geometry.row_bytes)
-    return parse_header(head + bytes(payload)), units
+    return parse_header(b"".join([head, payload])), units
 
 
 def views(units):

@@ -10,13 +10,13 @@ import pytest
 import redis
 from pydantic import ValidationError
 from redis_server import RedisServer, servers_at
-from store_objects import Client, Prefix, runs_of, span_range
+from store_objects import Client, Prefix, running_digests, runs_of, span_range
 from waiting import Clock, until
 
 from tailreplay.connector.client import StoreClient
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
-from tailreplay.store.chain import common_tokens, digest_key, running_digests
+from tailreplay.store.chain import common_tokens, digest_key
 from tailreplay.store.config import StoreConfig
 from tailreplay.store.manifest_form import children_key, manifest_key
 from tailreplay.store.objects import Kind

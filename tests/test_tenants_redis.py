@@ -145,9 +145,10 @@ def prefix_named(fill: bytes, blocks: int = 3) -> PublicPrefix:
 def test_a_public_prefix_that_is_damaged_in_redis_is_not_public(redis_server, seal):
     servers = RedisServers([RedisEndpoint.parse(redis_server.url)], timeout_s=5)
     with (
-        closing(Ledger(RedisTables(servers, "t:", seal))) as ledger,
+        closing(RedisTables(servers, "t:", seal)) as tables,
         redis.Redis.from_url(redis_server.url) as raw,
     ):
+        ledger = Ledger(tables)
         one, other, third = (prefix_named(fill) for fill in (b"a", b"b", b"c"))
         for prefix in (one, other, third):
             ledger.publish(prefix)

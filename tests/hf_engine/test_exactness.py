@@ -25,7 +25,7 @@ from tailreplay.connector.payload import PayloadCodec
 from tailreplay.connector.put_frames import ObjectBytes
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.chain import PrefixChain
-from tailreplay.store.header import Header, build_object
+from tailreplay.store.header import Header, build_parts
 from tailreplay.store.namespace import tenant_digest
 from tailreplay.store.objects import Kind, ObjectName
 from tailreplay.store.tokens import extended_tokens
@@ -99,7 +99,7 @@ def put_checkpoint(engine, store, tenant, tokens, m, states):
         1,
         (),
     )
-    parts = build_object(header, codec.pack_checkpoint(states))
+    parts = build_parts(header, [codec.pack_checkpoint(states)])
     announce = pb.PutObject(
         kind=pb.KIND_CHECKPOINT,
         first_token=m - 1,
