@@ -45,7 +45,7 @@ class Erasure(NamedTuple):
     """What is to be erased: a tenant's, or a block of the public scope and what goes on from it.
 
     Attributes:
-        tenant: digest of the tenant; empty where a block is given.
+        tenant: digest of the tenant; empty where a block or namespaces alone are given.
         namespaces: those known so far; of a block, the one that it is in.
         block: its name; empty where a tenant is given.
         clears: whether it is only to be forgotten: nothing is overwritten, and whose it was stays.

@@ -55,8 +55,10 @@ class Erasures:
         self._eraser = eraser
         self._here = here
         self._patience_s = patience_s
-        # Touched by `tick` alone: when this store last said that it lives.
+        # Touched by `tick` alone: when this store last said that it lives; and the namespaces that
+        # it has gone through for erasures that it could not end, since Redis did not answer.
         self._lived_at_s = -math.inf
+        self._gone_through: dict[bytes, frozenset[bytes]] = {}
         # Guarded by _lock: since when erasures need nothing more here, None before it has joined;
         # those that were asked for here, but for blocks; and whether Redis may have lost them.
         self._lock = threading.Lock()
@@ -130,11 +132,15 @@ class Erasures:
             has_joined = self._done is not None
             todo = asked.keys() - (self._done or {}).keys()
         for erasure_id in todo:
-            done = self._here(asked[erasure_id])
+            erasure = asked[erasure_id]
+            before = self._gone_through.get(erasure_id, frozenset())
+            done = self._here(erasure._replace(namespaces=erasure.namespaces | before))
+            self._gone_through[erasure_id] = frozenset(done.namespaces)
             # Redis was away when this store began: what is there now may be newer than the erasure.
             if has_joined and not ledger.answer(erasure_id, done):
-                self._finish_late(asked[erasure_id], done)
+                self._finish_late(ledger, erasure, done)
             self._note_done(erasure_id)
+            del self._gone_through[erasure_id]
             logger.info("forgot %d objects, as another store was asked to", done.objects)
         with self._lock:
             now_s = time.monotonic()
@@ -142,11 +148,18 @@ class Erasures:
             self._done = {i: at for i, at in known.items() if i in asked or now_s < at + _KNOWN_S}
             self._own = {i: own for i, own in self._own.items() if i in self._done}
 
-    def _finish_late(self, erasure: Erasure, done: Erased) -> None:
-        """Deletes in Redis what the asker has not, since this store was not done by then.
+    def _finish_late(self, ledger: ErasureLedger, erasure: Erasure, done: Erased) -> None:
+        """Does what the asker has not, since this store was not done by then.
 
-        What was only cleared may have been stored anew, so its payload is left as it is by now.
+        It tells all of namespaces that they have not heard of, which they may have read of. What
+        was only cleared may have been stored anew, so its payload is left as it is by now.
         """
+        if not (erasure.everything or erasure.block or done.namespaces <= erasure.namespaces):
+            # Named alone: what the tenant stores from now on is not to go.
+            own = erasure._replace(tenant=b"", namespaces=frozenset(done.namespaces))
+            erasure_id = self._own_id(own)
+            ledger.close(erasure_id)
+            ledger.ask(erasure_id, own)
         if erasure.clears:
             self._eraser.sweep_in_redis(done)
         else:
@@ -170,18 +183,23 @@ class Erasures:
         for _ in range(_ROUNDS):
             others = ledger.others()
             known = frozenset(done.namespaces)
-            asked.append(erasure_id := new_erasure_id())
-            self._note_done(erasure_id)
             own = erasure._replace(namespaces=known)
-            if not erasure.block:
-                with self._lock:
-                    self._own[erasure_id] = own
+            asked.append(erasure_id := self._own_id(own))
             ledger.ask(erasure_id, own)
             self._wait(ledger, erasure_id, others, done)
             if not others or done.namespaces <= known or erasure.everything:
                 break
             done.add(self._here(erasure._replace(namespaces=frozenset(done.namespaces))))
         return asked
+
+    def _own_id(self, erasure: Erasure) -> bytes:
+        """An id for what is asked for here, and is done here."""
+        erasure_id = new_erasure_id()
+        self._note_done(erasure_id)
+        if not erasure.block:
+            with self._lock:
+                self._own[erasure_id] = erasure
+        return erasure_id
 
     def _close(self, ledger: ErasureLedger, asked: Collection[bytes], done: Erased) -> None:
         """Waits no more: who has not answered by now deletes in Redis itself."""

@@ -14,6 +14,7 @@ from tailreplay.store import serve_in_thread
 from tailreplay.store.eraser import Erased
 from tailreplay.store.erasure_ledger import Erasure, ErasureLedger, new_erasure_id
 from tailreplay.store.erasures import Erasures
+from tailreplay.store.errors import StoreUnavailable
 from tailreplay.store.header import object_bytes
 from tailreplay.store.ledger import Ledger
 from tailreplay.store.namespace import tenant_digest
@@ -156,6 +157,28 @@ def test_a_store_of_which_redis_knows_nothing_erases_when_it_is_back(stores, red
     assert (answer.stores, answer.silent_stores) == (0, 0)
     erasures.tick = tick
     until(lambda: writer.match(prefix).matched_tokens == 0)
+    until(lambda: not keys(prefix))
+
+
+def test_who_has_read_what_only_a_late_store_knows_to_be_the_tenants_is_told(
+    stores, redis_server, keys
+):
+    """The one who is asked has the bytes, and no word of whose they are."""
+    (first, writer), (second, operator) = stores
+    for store in (first, second):
+        store.store.admin.operators.tick = lambda: None  # none learns or tells whose what is
+    prefix = prefix_of(ACME)
+    writer.put(prefix)
+    until(lambda: not writer.stats().redis_pending_bytes)
+    until(lambda: operator.fetch(prefix, span_range(KV, 0, 1000)).ended == [0])
+    erasures = first.store.admin.erasures
+    tick, erasures.tick = erasures.tick, lambda: None
+    with closing(redis.Redis.from_url(redis_server.url)) as raw:
+        raw.flushall()
+    assert erase(operator).stores == 0
+    erasures.tick = tick
+    until(lambda: not first.store.catalog.select(lambda _: True))
+    until(lambda: not second.store.catalog.select(lambda _: True))
     until(lambda: not keys(prefix))
 
 
@@ -342,6 +365,29 @@ def test_a_store_that_is_late_to_clear_leaves_redis_as_it_is_by_now(tables, clea
     asker.ask(erasure_id, Erasure(ACME, frozenset(), clears=clears))
     late.tick()
     assert (len(eraser.asked), len(eraser.swept)) == ((0, 1) if clears else (1, 0))
+
+
+def test_what_a_late_store_has_gone_through_is_deleted_once_redis_answers(tables):
+    """Its first try has forgotten whose it was."""
+    asker, eraser, spaces = ErasureLedger(tables, b"asker"), NoEraser(), [{b"n" * 32}, set()]
+
+    def once(erasure: Erasure) -> Erased:
+        return Erased(namespaces=spaces.pop(0) | erasure.namespaces)
+
+    late = Erasures(ErasureLedger(tables, b"late"), eraser, once)
+    late.join()
+    delete, eraser.delete_in_redis = eraser.delete_in_redis, away
+    erasure_id = new_erasure_id()
+    asker.close(erasure_id)
+    asker.ask(erasure_id, Erasure(ACME, frozenset()))
+    late.tick()
+    eraser.delete_in_redis = delete
+    late.tick()
+    assert [done.namespaces for done in eraser.asked] == [{b"n" * 32}]
+
+
+def away(_: Erased) -> None:
+    raise StoreUnavailable("Redis does not answer")
 
 
 def test_a_store_that_does_not_answer_is_counted(tables):
