@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -21,6 +22,10 @@ MAX_SHARE = 0.75
 
 _PREFIX = "lmcache_l1_pool_tailreplay_"
 """LMCache puts `lmcache_l1_pool_` in front of every other name."""
+
+_SWEEP_S = 1.0
+"""Most that another store's look at a lock takes, however busy the machine."""
+_PAUSE_S = 0.01
 
 MIN_POOL_BYTES = 1 << 20
 ALIGN_BYTES = 4096
@@ -153,17 +158,29 @@ def _lock(path: Path, identity: str) -> int:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:  # another user's, for one
             raise StoreUnavailable(f"{path} can not be locked: {error.strerror}") from error
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _locked(fd):
             os.close(fd)
             raise StoreUnavailable(
                 f"a store with identity {identity!r} is already running: {path} is locked"
-            ) from None
+            )
         # An owner that leaves unlinks the file, and a lock on an unlinked file excludes nobody.
         if os.fstat(fd).st_nlink:
             return fd
         os.close(fd)
+
+
+def _locked(fd: int) -> bool:
+    """Takes a lock; False when its owner keeps it, and does not just look whether it has one."""
+    end_s = time.monotonic() + _SWEEP_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= end_s:
+                return False
+            time.sleep(_PAUSE_S)
+        else:
+            return True
 
 
 def _free_bytes() -> int:

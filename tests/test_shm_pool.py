@@ -1,14 +1,19 @@
 """The pool in shared memory that is too small for it: each time in a /dev/shm of its own."""
 
+import fcntl
+import os
 import shutil
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+from waiting import until
 
 from tailreplay.store.errors import StoreUnavailable
-from tailreplay.store.shm_pool import SHM_DIR, ShmPool, affordable_bytes, pool_name
+from tailreplay.store.shm_pool import SHM_DIR, ShmPool, _lock, affordable_bytes, pool_name
 
 MIB = 1 << 20
 UNSHARE = ["unshare", "--user", "--map-root-user", "--mount"]
@@ -110,14 +115,19 @@ def test_memory_that_others_took_meanwhile_makes_the_pool_smaller_still():
     assert "pool of 1073741824 bytes: /dev/shm has 1048576 bytes free" in said
 
 
+def own(name: str) -> str:
+    """Of this process: others run these tests as well."""
+    return f"{name} in {os.getpid()}"
+
+
 def test_what_a_killed_store_left_goes_when_another_starts_and_what_lives_stays():
-    left = SHM_DIR / pool_name("killed in this test")
+    left = SHM_DIR / pool_name(own("killed"))
     left.write_bytes(b"x")
     left.with_suffix(".lock").touch()
-    alive = ShmPool("alive in this test")
+    alive = ShmPool(own("alive"))
     alive.path.write_bytes(b"x")
     try:
-        other = ShmPool("another in this test")
+        other = ShmPool(own("another"))
         other.close()
         assert not left.exists()
         assert not left.with_suffix(".lock").exists()
@@ -128,10 +138,28 @@ def test_what_a_killed_store_left_goes_when_another_starts_and_what_lives_stays(
 
 
 def test_a_lock_that_can_not_be_opened_is_named():
-    lock_path = (SHM_DIR / pool_name("a folder")).with_suffix(".lock")
+    lock_path = (SHM_DIR / pool_name(own("folder"))).with_suffix(".lock")
     lock_path.mkdir()  # stands for another user's file, which root could open
     try:
         with pytest.raises(StoreUnavailable, match=f"{lock_path} can not be locked: Is a dir"):
-            ShmPool("a folder")
+            ShmPool(own("folder"))
     finally:
         lock_path.rmdir()
+
+
+def test_a_sweep_that_looks_at_a_lock_keeps_its_store_from_nothing(tmp_path):
+    """Another store that starts takes each lock for a moment, to see whether anybody has it."""
+    path = tmp_path / "a.lock"
+    with ThreadPoolExecutor(1) as thread:
+        with path.open("w") as looking:
+            fcntl.flock(looking, fcntl.LOCK_EX)
+            starting = thread.submit(_lock, path, "a")
+            until(lambda: [target_of(fd) for fd in os.listdir("/proc/self/fd")].count(path) == 2)
+        os.close(starting.result())
+
+
+def target_of(descriptor: str) -> Path | None:
+    try:
+        return Path("/proc/self/fd", descriptor).readlink()
+    except OSError:
+        return None
