@@ -8,18 +8,18 @@ import random
 import signal
 import subprocess
 import sys
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from loopback import free_port
 from redis_server import RedisServer
 from vllm_engine import environment, transfer_config
 from vllm_models import qwen35
+from waiting import until
 
 from tailreplay.connector import StoreClient
 
@@ -75,15 +75,13 @@ class Server(Process):
         super().__init__(command, folder / f"server-{self.port}.log", env)
 
     def wait(self) -> None:
-        end_s = time.monotonic() + 180
-        while time.monotonic() < end_s and self.alive():
-            try:
-                self.get("/health")
-            except (urllib.error.URLError, ConnectionError):
-                time.sleep(0.5)
-            else:
-                return
-        raise AssertionError(f"the server did not come up:\n{self.log.read_text()[-4000:]}")
+        until(lambda: not self.alive() or self._listens(), 280)
+        assert self.alive(), f"the server did not come up:\n{self.log.read_text()[-4000:]}"
+        assert self.get("/health") == ""
+
+    def _listens(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
     def get(self, path: str) -> str:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as answer:
@@ -91,6 +89,13 @@ class Server(Process):
 
     def complete(self, prompt: list[int]) -> tuple[list[int], int]:
         """Tokens of the answer, and cached tokens of the prompt."""
+        return self._complete(prompt)[:2]
+
+    def checkpoint_token(self, prompt: list[int]) -> int:
+        """Length of the prefix whose stored state the answer to a prompt begins with."""
+        return self._complete(prompt)[2].get("checkpoint_token", 0)
+
+    def _complete(self, prompt: list[int]) -> tuple[list[int], int, dict[str, Any]]:
         body = {
             "model": "tiny",
             "prompt": prompt,
@@ -98,6 +103,7 @@ class Server(Process):
             "temperature": 0,
             "return_token_ids": True,
             "ignore_eos": True,
+            "kv_transfer_params": {"tailreplay": {}},
         }
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/v1/completions",
@@ -107,7 +113,8 @@ class Server(Process):
         with urllib.request.urlopen(request, timeout=60) as answer:
             found = json.load(answer)
         details = found["usage"].get("prompt_tokens_details") or {}
-        return found["choices"][0]["token_ids"], details.get("cached_tokens") or 0
+        report = (found.get("kv_transfer_params") or {}).get("tailreplay") or {}
+        return found["choices"][0]["token_ids"], details.get("cached_tokens") or 0, report
 
     def metric(self, name: str) -> float:
         lines = self.get("/metrics").splitlines()
@@ -175,22 +182,16 @@ def tokens(count: int, seed: int) -> list[int]:
     return [draw.randrange(512) for _ in range(count)]
 
 
-def store_prompt(server: Server, prompt: list[int], store: str) -> None:
-    """Asks until the store has something, and waits until write-backs have come to rest.
+def is_found(server: Server) -> bool:
+    """Whether the store answers a prompt's lookup; at first the connector's breaker may be open."""
+    server.complete([1, 2, 3])
+    return server.metric("vllm:tailreplay_store_up") == 1
 
-    The first requests may find the connector's breaker open.
-    """
-    with StoreClient(store) as client:
-        last, end_s = 0, time.monotonic() + 30
-        while client.stats().stored_bytes == 0 and time.monotonic() < end_s:
-            server.complete(prompt)
-            time.sleep(0.3)
-        while time.monotonic() < end_s:
-            now = client.stats().stored_bytes
-            if now == last:
-                return
-            last = now
-            time.sleep(0.3)
+
+def until_stored(server: Server, prompt: list[int]) -> None:
+    """Asks until all of a prompt is found in the store, but for its last token."""
+    until(lambda: is_found(server), 60)
+    until(lambda: server.complete(prompt)[1] == len(prompt) - 1, 60)
 
 
 def test_case_65_without_a_store_servers_start_serve_and_say_so(servers: list[Server]):
@@ -216,7 +217,8 @@ def test_the_second_server_reuses_what_the_first_computed_and_survives_the_store
     assert cached == 0
 
     store.start()
-    store_prompt(one, prompt, address)
+    until_stored(one, prompt)
+    until(lambda: is_found(two), 60)
     for m in (1234, 777):
         before = two.metric("vllm:external_prefix_cache_hits_total")
         branch = prompt[:m] + tokens(80, seed=m)
@@ -229,22 +231,18 @@ def test_the_second_server_reuses_what_the_first_computed_and_survives_the_store
         assert server.alive()
 
     store.start()
-    store_prompt(one, prompt, address)
-    found, seed, end_s = 0, 5, time.monotonic() + 30
-    while not found and time.monotonic() < end_s:
-        found, seed = two.complete(prompt[:1000] + tokens(50, seed=seed))[1], seed + 1
-    assert found == 1000
-    assert two.metric("vllm:tailreplay_store_up") == 1
+    until_stored(one, prompt)
+    until(lambda: is_found(two), 60)
+    assert two.complete(prompt[:1000] + tokens(50, seed=5))[1] == 1000
 
 
-def until_hit(server: Server, prompt: list[int], limit_s: float = 60) -> tuple[list[int], int]:
-    """Asks until the prompt hits; the connector's breaker may be open at first."""
-    end_s = time.monotonic() + limit_s
-    while time.monotonic() < end_s:
-        if (found := server.complete(prompt))[1]:
-            return found
-        time.sleep(0.3)
-    raise AssertionError(f"no hit in {limit_s} s")
+def until_exact(server: Server, prompt: list[int]) -> tuple[list[int], int]:
+    """The answer to a prompt of which the store has the state before its last token, too.
+
+    From then on each begins with that state, so that answers can be compared.
+    """
+    until(lambda: server.checkpoint_token(prompt) == len(prompt) - 1, 60)
+    return server.complete(prompt)
 
 
 def test_redis_may_die_under_load_and_come_back(servers: list[Server], store: Store, address: str):
@@ -256,15 +254,12 @@ def test_redis_may_die_under_load_and_come_back(servers: list[Server], store: St
     redis = RedisServer(persistent=True)
     try:
         store.start(redis.url)
-        until_hit(one, prompt)
-        assert until_hit(two, branches[0])[1] == 300
-        # From the third time on each begins at its own state, so answers can be compared.
-        for _ in range(3):
-            hits = [two.complete(branch) for branch in branches]
-        assert [cached for _, cached in hits] == [len(branch) - 1 for branch in branches]
+        until_stored(one, prompt)
+        until(lambda: is_found(two), 60)
+        assert two.complete(branches[0])[1] == 300
+        hits = [until_exact(two, branch) for branch in branches]
         with StoreClient(address) as client:
-            while client.stats().redis_pending_bytes:
-                time.sleep(0.1)
+            until(lambda: not client.stats().redis_pending_bytes, 60)
 
         with ThreadPoolExecutor(2) as pool:
             under_way = [pool.submit(two.complete, branch) for branch in branches * 2]
@@ -274,7 +269,7 @@ def test_redis_may_die_under_load_and_come_back(servers: list[Server], store: St
         fresh = tokens(900, seed=22)
         answer, cached = one.complete(fresh)
         assert cached == 0
-        assert until_hit(two, fresh)[1] == 899
+        until_stored(two, fresh)
 
         # With the store gone, too, and then with one that starts without its Redis.
         store.kill()
@@ -284,7 +279,8 @@ def test_redis_may_die_under_load_and_come_back(servers: list[Server], store: St
 
         redis.start()
         store.start(redis.url)
-        assert until_hit(two, branches[2]) == hits[2]
+        until_stored(two, branches[2])
+        assert two.complete(branches[2]) == hits[2]
         assert all(server.alive() for server in servers)
     finally:
         redis.close()

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -180,15 +181,22 @@ class Child:
         return name
 
     def bytes_are_here(self) -> bool:
-        """Waits, without a step, until a load has all its bytes."""
-        return bool(_worker()._news.wait(20))
+        """Waits, without a step, until the fetches of all loads are over; whether a load is."""
+        self._end_of_fetches()
+        worker = _worker()
+        return any(request_id in worker._loads for request_id, _ in worker._over)
 
     def left_over(self) -> int:
-        """What scheduler's and worker's side still keep for requests."""
+        """What scheduler's and worker's side still keep for requests.
+
+        A fetch that was given up may end later, and says so to the next step, which forgets it.
+        """
         self.settle()
+        self._end_of_fetches()
         side, worker = self.scheduler().connector._scheduler, _worker()
+        late = [said for said in worker._over if said[0] in worker._loads]
         kept = (side._tracked, side._fetched, side._broken, side._locals)
-        kept += (worker._loads, worker._filler, worker._over, worker._keeper._kept)
+        kept += (worker._loads, worker._filler, late, worker._keeper._kept)
         if worker._pool is not None:
             pool = worker._pool.pool
             kept += (worker._pool, [one for one in pool._objects.values() if one.holds])
@@ -279,6 +287,12 @@ class Child:
         while not done():
             assert time.monotonic() < end_s, "took too long"
             self.engine.step()
+
+    def _end_of_fetches(self) -> None:
+        for thread in threading.enumerate():
+            if thread.name in ("tailreplay-load", "tailreplay-read"):
+                thread.join(20)
+                assert not thread.is_alive(), "a fetch does not end"
 
     def _status(self, name: str) -> str:
         return str(self.scheduler().requests[self._inner(name)].status.name)
