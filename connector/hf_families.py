@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tailreplay.connector.hf_cuts import RULE, calls_rule
 from tailreplay.replay.state_only import StateWeights
 
 
@@ -28,22 +29,20 @@ class Family:
         projections: modules of a Gated DeltaNet whose weights `state_weights` reads.
         state_weights: gives the weights of a Gated DeltaNet that its state depends on.
         decay: names its module that projects rows to the decay.
-        output: names its module that projects to the layer's rows, with which it ends.
         decay_rows: gives the part `[T, HV]` that is the decay's of what `decay` puts out, `[T, .]`.
     """
 
     projections: Sequence[str]
     state_weights: Callable[[Any], StateWeights]
     decay: str
-    output: str
     decay_rows: Callable[[Any, Tensor], Tensor] = lambda _attention, rows: rows
 
     def check(self, attention: Any) -> None:  # noqa: ANN401 - a Gated DeltaNet module
-        """Make sure that the weights say all of what the module does.
+        """Make sure that the weights say all of what the module does, and that it can be stopped.
 
         Raises:
-            UnsupportedModel: a projection is not a plain `torch.nn.Linear`, or the convolution's
-                activation is not SiLU.
+            UnsupportedModel: a projection is not a plain `torch.nn.Linear`, the convolution's
+                activation is not SiLU, or the rule is not called by the name that is known.
         """
         for name in self.projections:
             kind = type(getattr(attention, name))
@@ -51,6 +50,8 @@ class Family:
                 raise UnsupportedModel(f"{name} is a {kind.__name__}, wanted torch.nn.Linear")
         if attention.activation != "silu":
             raise UnsupportedModel(f"activation is {attention.activation!r}, wanted 'silu'")
+        if not calls_rule(attention):
+            raise UnsupportedModel(f"{type(attention).__module__} has no {RULE}, wanted one")
 
 
 def family_of(model: Any) -> Family:  # noqa: ANN401 - any Transformers model
@@ -117,17 +118,14 @@ def _qwen3_next_decay(attention: Any, rows: Tensor) -> Tensor:  # noqa: ANN401 -
 
 
 FAMILIES = {
-    "qwen3_5_text": Family(
-        ("in_proj_qkv", "in_proj_a", "in_proj_b"), _qwen3_5, "in_proj_a", "out_proj"
-    ),
+    "qwen3_5_text": Family(("in_proj_qkv", "in_proj_a", "in_proj_b"), _qwen3_5, "in_proj_a"),
     "qwen3_next": Family(
-        ("in_proj_qkvz", "in_proj_ba"), _qwen3_next, "in_proj_ba", "out_proj", _qwen3_next_decay
+        ("in_proj_qkvz", "in_proj_ba"), _qwen3_next, "in_proj_ba", _qwen3_next_decay
     ),
     "olmo_hybrid": Family(
         ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj"),
         _olmo_hybrid,
         "a_proj",
-        "o_proj",
     ),
 }
 """By `config.model_type`: the families that are known to work."""

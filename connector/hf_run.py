@@ -282,11 +282,12 @@ class PromptRun:
                     cache.note_states(trace, first)
             for start, end in itertools.pairwise([first, *ends, total]):
                 inner = [cut for cut in cuts if start < cut < end]
-                with watch.keeping([cut - start for cut in inner], cache) as kept:
+                with watch.keeping([cut - start for cut in inner]) as kept:
                     logits = model.forward(self._tokens[start:end], cache)
                 for cut, state in zip(inner, kept, strict=True):
-                    states[cut] = state
-                    trace.note_states(cut, [state[at].recurrent for at in dims.linear_layers])
+                    if len(state) == len(dims.linear_layers):  # else a layer did not stop
+                        states[cut] = state
+                        trace.note_states(cut, [state[at].recurrent for at in dims.linear_layers])
                 if keep is not None:
                     cache.note_states(trace, end)
                     if end != total:

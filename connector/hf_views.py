@@ -1,13 +1,16 @@
-"""Views of a Transformers cache: as it was some tokens ago, and up to a layer."""
+"""Views of a Transformers cache: as it was some tokens ago, up to a layer, and overheard."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def as_of(cache: DynamicCache, tokens: int) -> DynamicCache:
@@ -40,6 +43,25 @@ def up_to(cache: DynamicCache, layer: int) -> DynamicCache:
     """
     view = copy.copy(cache)
     view.layers = cache.layers[: layer + 1]
+    return view
+
+
+def overheard(cache: DynamicCache, hear: Callable[[Tensor], None]) -> DynamicCache:
+    """A view of `cache` that tells what linear layers' convolutions run over.
+
+    Args:
+        cache: what is put into the view is put into it.
+        hear: called with raw inputs `[1, channels, T']`, the newest last, those of the tokens that
+            the layer runs over and what it had kept before them.
+    """
+    view = copy.copy(cache)
+
+    def update(*given: Any, **options: Any) -> Tensor:  # noqa: ANN401 - as Transformers has it
+        inputs: Tensor = cache.update_conv_state(*given, **options)
+        hear(inputs)
+        return inputs
+
+    view.update_conv_state = update  # type: ignore[method-assign]  # of the view alone
     return view
 
 

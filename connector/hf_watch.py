@@ -21,7 +21,6 @@ from tailreplay.replay.tail_error import DecayTrace
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from tailreplay.connector.hf_cache import HybridCache
     from tailreplay.connector.hf_families import Family
     from tailreplay.connector.model_dims import ModelDims
     from tailreplay.replay.linear_state import LinearState
@@ -90,25 +89,23 @@ class Watch:
             yield trace
 
     @contextmanager
-    def keeping(
-        self, rows: Sequence[int], cache: HybridCache
-    ) -> Iterator[list[dict[int, LinearState]]]:
+    def keeping(self, rows: Sequence[int]) -> Iterator[list[dict[int, LinearState]]]:
         """Keep the states in the middle of this thread's one forward inside.
 
         Args:
             rows: how many of its tokens they have seen, ascending, each 1 to T - 1.
-            cache: the forward's.
 
         Yields:
-            A list that has the states of all linear layers for each of `rows`, once it has run.
+            A list that has the states of linear layers for each of `rows`, once it has run: of all
+            of them, but for any that somebody has had run by other code than its file's.
         """
         kept: list[dict[int, LinearState]] = [{} for _ in rows]
         attentions = {layer: self._layers[layer].linear_attn for layer in self._dims.linear_layers}
 
-        def keep(layer: int) -> None:
-            next(s for s in kept if layer not in s)[layer] = cache.state(layer)
+        def keep(layer: int, state: LinearState) -> None:
+            next(s for s in kept if layer not in s)[layer] = state
 
-        with in_pieces(attentions, self._family.output, rows, keep):
+        with in_pieces(attentions, rows, keep):
             yield kept
 
     @contextmanager

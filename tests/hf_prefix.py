@@ -15,8 +15,8 @@ SUFFIX = 20
 class Prefix:
     """A prompt that was prefilled once, with all that a cache would have kept of it."""
 
-    def __init__(self, dtype=torch.float32, tokens=320, make=tiny_qwen):
-        self.model = HybridModel(make(dtype))
+    def __init__(self, dtype=torch.float32, tokens=320, make=tiny_qwen, seed=0):
+        self.model = HybridModel(make(dtype, seed))
         self.tokens = random_tokens(tokens)
         cache = self.model.new_cache()
         with self.model.watch.capture() as self.hidden:

@@ -1,13 +1,19 @@
 """Hooks see this thread's forwards inside their context, and no others."""
 
+import inspect
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import FunctionType, MethodType
 
 import pytest
 import torch
-from hf_prefix import LOGITS_BOUND, STATE_BOUND, SUFFIX
+from hf_prefix import LOGITS_BOUND, STATE_BOUND, SUFFIX, Prefix
 from tiny_models import relative_l2, relative_max
 
+from tailreplay.connector.hf_cuts import RULE
+from tailreplay.connector.hf_run import PromptRun
+from tailreplay.connector.report import Report
 from tailreplay.replay.hidden_rows import HiddenRows
 
 pytestmark = pytest.mark.model
@@ -75,7 +81,7 @@ def test_states_in_the_middle_of_a_forward_are_those_of_a_prefill_to_there(any_p
     model, total = any_prefix.model, len(any_prefix.tokens)
     rows = [1, 2, 64, 200, total - first - 1]  # pieces of one token, whole pages, and neither
     cache = any_prefix.prefill(first) if first else model.new_cache()
-    with model.watch.keeping(rows, cache) as kept:
+    with model.watch.keeping(rows) as kept:
         logits = model.forward(any_prefix.tokens[first:], cache)
     for row, states in zip(rows, kept, strict=True):
         any_prefix.check_states(states, any_prefix.states(first + row), STATE_BOUND)
@@ -89,13 +95,51 @@ def test_a_forward_with_kept_states_projects_each_row_once(any_prefix):
     model, cache, rows = any_prefix.model, any_prefix.model.new_cache(), []
     attention = model._layers[model.dims.linear_layers[0]].linear_attn
     output = getattr(attention, "out_proj", None) or attention.o_proj
-    with model.watch.keeping([64, 200], cache):
+    with model.watch.keeping([64, 200]):
         watch = output.register_forward_hook(lambda _module, args, _out: rows.append(args[0]))
         try:
             model.forward(any_prefix.tokens, cache)
         finally:
             watch.remove()
-    assert [len(part[0]) for part in rows] == [0, 0, len(any_prefix.tokens)]
+    assert [len(part[0]) for part in rows] == [len(any_prefix.tokens)]
+
+
+def test_states_kept_at_pages_ends_change_no_bit_of_what_a_forward_gives(any_prefix):
+    """There the chunks of the rule end anyway."""
+    model, whole, stopped = any_prefix.model, *(any_prefix.model.new_cache() for _ in range(2))
+    wanted = model.forward(any_prefix.tokens, whole)
+    with model.watch.keeping([64, 256]) as kept:
+        got = model.forward(any_prefix.tokens, stopped)
+    assert torch.equal(got, wanted)
+    any_prefix.check_states(stopped.states(), whole.states(), 0)
+    any_prefix.check_states(kept[1], any_prefix.states(256), STATE_BOUND)
+
+
+def test_a_model_that_is_not_watched_runs_as_ever_beside_one_that_is(prefix):
+    other, model = Prefix(seed=1), prefix.model
+    wanted = other.logits(other.prefill(100), 100)
+    with model.watch.keeping([64]) as kept:
+        assert torch.equal(other.logits(other.prefill(100), 100), wanted)
+        assert kept == [{}]
+        model.forward(prefix.tokens[:100], model.new_cache())
+    prefix.check_states(kept[0], prefix.states(64), STATE_BOUND)
+
+
+def test_of_a_layer_that_does_not_call_its_files_rule_no_state_is_kept():
+    """As when a kernel has taken the place of its whole forward."""
+    prefix = Prefix()
+    layer = prefix.model.dims.linear_layers[1]
+    attention = prefix.model._layers[layer].linear_attn
+    file = sys.modules[type(attention).__module__]
+    own = dict(vars(file)) | {RULE: inspect.unwrap(getattr(file, RULE))}
+    attention.forward = MethodType(
+        FunctionType(inspect.unwrap(type(attention).forward).__code__, own), attention
+    )
+    with prefix.model.watch.keeping([64]) as kept:
+        prefix.model.forward(prefix.tokens, prefix.model.new_cache())
+    assert layer not in kept[0]
+    assert len(kept[0]) == len(prefix.model.dims.linear_layers) - 1
+    assert not PromptRun(prefix.model, None, prefix.tokens, 1024, Report("", 320)).cold().states
 
 
 def test_hiddens_that_came_at_once_are_not_copied(prefix):
@@ -113,13 +157,13 @@ def test_states_are_kept_of_one_threads_forward_alone_and_no_hook_stays(prefix):
     def other():
         return prefix.logits(prefix.prefill(10), 10)
 
-    with ThreadPoolExecutor(1) as thread, model.watch.keeping([5], cache) as kept:
+    with ThreadPoolExecutor(1) as thread, model.watch.keeping([5]) as kept:
         assert torch.equal(thread.submit(other).result(), wanted)
         assert kept == [{}]
         model.forward(prefix.tokens, cache)
     prefix.check_states(kept[0], prefix.states(5), STATE_BOUND)
     assert torch.equal(other(), wanted)
-    with model.watch.keeping([], cache) as none:
+    with model.watch.keeping([]) as none:
         prefix.logits(cache, 0)
     assert none == []
 
@@ -175,8 +219,8 @@ def test_a_trace_goes_on_from_chunk_to_chunk_and_hears_no_other_thread(any_prefi
     with model.watch.trace() as parts, ThreadPoolExecutor(1) as other:
         any_prefix.prefill(200, chunk=77)
         other.submit(any_prefix.prefill, 50).result()
-    with model.watch.trace() as cut, model.watch.keeping([64, 130], cache := model.new_cache()):
-        model.forward(any_prefix.tokens[:200], cache)
+    with model.watch.trace() as cut, model.watch.keeping([64, 130]):
+        model.forward(any_prefix.tokens[:200], model.new_cache())
     assert whole.end == parts.end == cut.end == 200
     torch.testing.assert_close(cut.total(), whole.total(), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(parts.total(), whole.total(), rtol=1e-4, atol=1e-4)
