@@ -38,14 +38,16 @@ _KNOWN_S = 10.0
 _PATIENCE_S = 1.0
 """Longest wait for those who read what is dropped, before Redis is asked for its copy."""
 
-_PAUSE_S = 0.01
+
+_NOT_LOOKED_AT = pb.ReportDamageResponse()
+_DROPPED = pb.ReportDamageResponse(checked=True, damaged=True)
 
 
 class Damage:
     """Looks at what is said to be damaged, and drops what is. Thread-safe.
 
     A look costs the checksum of one object, and there is one at a time, so that reports take no
-    more of the store than a fetch does.
+    more of the store than a fetch does. Nobody waits for a reader, or for Redis, while it lasts.
 
     Args:
         catalog: what exists.
@@ -82,11 +84,12 @@ class Damage:
         try:
             self._quiet, self._dropped = self._in_force(self._quiet), self._in_force(self._dropped)
             record = None if reporter in self._quiet else self._record(request, public)
-            if record is None:
-                return pb.ReportDamageResponse()
-            return self._look(record, reporter)
+            found = self._look(record, reporter) if record is not None else _NOT_LOOKED_AT
         finally:
             self._looking.release()
+        if record is not None and found is _DROPPED:
+            self._fetch_anew(record)  # others may report meanwhile
+        return found
 
     def drop(self, record: Record, source: Source) -> None:
         """Drops an object that was found damaged.
@@ -111,20 +114,18 @@ class Damage:
             self._tiers.delete([record.name])
 
     def _look(self, record: Record, reporter: str) -> pb.ReportDamageResponse:
-        damaged = self._is_damaged(record) if record.in_cpu else None
+        damaged = self._drop_if_damaged(record, "cpu") if record.in_cpu else None
         if not damaged and record.name in self._dropped:
             return pb.ReportDamageResponse(checked=True, damaged=True)
         if damaged is None:
-            return pb.ReportDamageResponse()
+            return _NOT_LOOKED_AT
         self._catalog.count("damage_reports")
         if damaged:
             self._dropped[record.name] = self._clock() + _KNOWN_S
-            self.drop(record, "cpu")
-            self._fetch_anew(record)
-        else:
-            self._catalog.count("unfounded_damage_reports")
-            self._quiet[reporter] = self._clock() + _QUIET_S
-        return pb.ReportDamageResponse(checked=True, damaged=damaged)
+            return _DROPPED
+        self._catalog.count("unfounded_damage_reports")
+        self._quiet[reporter] = self._clock() + _QUIET_S
+        return pb.ReportDamageResponse(checked=True)
 
     def _in_force(self, until: dict[T, float]) -> dict[T, float]:
         now_s = self._clock()
@@ -148,16 +149,24 @@ class Damage:
         along = path.hidden if hidden else path.kv
         return next((record for record in along if record.name.prefix_hash == name), None)
 
-    def _is_damaged(self, record: Record) -> bool | None:
-        """Whether the copy in memory is; None if there is none by now."""
-        (held,) = self._tiers.pin([(record.name, record.size)], urgent=True, timeout_s=0.0)
+    def _drop_if_damaged(self, record: Record, source: Source) -> bool | None:
+        """Whether the copy in memory was damaged, and is dropped; None if there is none by now.
+
+        Dropped while it is pinned, or a whole copy could have come in its place.
+        """
+        timeout_s = self._timeout_s if source == "redis" else 0.0
+        wanted = [(record.name, record.size)]
+        (held,) = self._tiers.pin(wanted, urgent=True, timeout_s=timeout_s)
         if not isinstance(held, Pinned):
             return None
         try:
+            if source == "redis":
+                self._catalog.loaded([record])
             header_for(held.data, record)
             verify_object(held.data, record.name)
         except IntegrityError as error:
             logger.debug("damage in the pool: %s", error)
+            self.drop(record, source)
             return True
         finally:
             self._tiers.unpin(held)
@@ -165,17 +174,6 @@ class Damage:
 
     def _fetch_anew(self, record: Record) -> None:
         """Brings what Redis has in place of what was dropped, unless that is damaged, too."""
-        pause, give_up_s = threading.Event(), self._clock() + _PATIENCE_S
-        while record.in_redis and self._tiers.held([record.name]):
-            if self._clock() >= give_up_s:
-                return  # the next reader finds out
-            pause.wait(_PAUSE_S)
-        if not record.in_redis:
-            return
-        wanted = [(record.name, record.size)]
-        (held,) = self._tiers.pin(wanted, urgent=True, timeout_s=self._timeout_s)
-        if isinstance(held, Pinned):
-            self._catalog.loaded([record])
-            self._tiers.unpin(held)
-            if self._is_damaged(record):
-                self.drop(record, "redis")
+        # Else somebody reads it for long, and the next reader finds out.
+        if record.in_redis and self._tiers.wait_until_gone([record.name], _PATIENCE_S):
+            self._drop_if_damaged(record, "redis")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.distributed.error import L1Error
@@ -25,7 +25,7 @@ class Doomed:
         self._l1 = l1
         self._on_gone = on_gone
         # State, under _lock: the keys, and what others are told of each.
-        self._lock = threading.Lock()
+        self._lock = threading.Condition(threading.Lock())
         self._keys: dict[ObjectKey, Miss] = {}
 
     def __contains__(self, key: ObjectKey) -> bool:
@@ -62,6 +62,12 @@ class Doomed:
         with self._lock:
             for key in gone:
                 self._keys.pop(key, None)
+            self._lock.notify_all()
+
+    def wait(self, keys: Collection[ObjectKey], timeout_s: float) -> bool:
+        """Waits until `purge` has dropped some keys; False when that takes too long."""
+        with self._lock:
+            return self._lock.wait_for(lambda: self._keys.keys().isdisjoint(keys), timeout_s)
 
     def overwrite(self, keys: Sequence[ObjectKey]) -> int:
         """Write zeros over objects, under a lock that keeps their memory theirs; returns bytes."""

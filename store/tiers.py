@@ -284,6 +284,11 @@ class Tiers:
         self._doomed.purge()
         return [name for name in names if object_key(name) in self._doomed]
 
+    def wait_until_gone(self, names: Sequence[ObjectName], timeout_s: float) -> bool:
+        """Wait until nobody reads deleted objects any more; False when that takes too long."""
+        self._doomed.purge()
+        return self._doomed.wait([object_key(name) for name in names], timeout_s)
+
     def renew(self, names: Sequence[ObjectName]) -> list[bool | None]:
         """Give objects in Redis a new life.
 

@@ -205,6 +205,58 @@ def test_it_is_gone_for_others_while_somebody_still_reads_it():
         assert load(client, wanted) == rows_of(wanted)
 
 
+def test_a_whole_copy_that_is_stored_right_after_the_look_stays():
+    wanted, name = RANGES[KV], PREFIX.name(KV, TOKENS)
+    with serving() as (store, client):
+        spoil(store, name, KV)
+        leaf = client.match(PREFIX.namespace, PREFIX.tokens, timeout_s=WAIT_S).leaf
+        unpin = store.tiers.unpin
+
+        def unpinned(held):
+            unpin(held)
+            store.tiers.unpin = unpin
+            store.catalog.room.make(16 * MIB)
+            put_here(store)
+
+        store.tiers.unpin = unpinned
+        assert client.report_damage(PREFIX.namespace, leaf, KV, name.prefix_hash)
+        assert load(client, wanted) == rows_of(wanted)
+
+
+@pytest.mark.redis
+def test_others_may_report_while_somebody_still_reads_what_redis_is_to_replace(redis_server):
+    rest, stop, waits = threading.Event(), threading.Event(), threading.Event()
+
+    def hold(kind: Kind) -> None:
+        if kind is CHECKPOINT and not rest.is_set():
+            rest.set()
+            stop.wait(WAIT_S)
+
+    with serving(before_rows=hold, redis_url=redis_server.url) as (store, client):
+        until(lambda: not store.stats().redis_pending_bytes)
+        for kind in (KV, CHECKPOINT):
+            spoil(store, PREFIX.name(kind, TOKENS), kind)
+        wait = store.tiers.wait_until_gone
+
+        def waiting(names, timeout_s):
+            waits.set()
+            return wait(names, WAIT_S)
+
+        store.tiers.wait_until_gone = waiting
+        reading = threading.Thread(target=load, args=(client, RANGES[CHECKPOINT]))
+        with closing_thread(reading, stop):
+            assert rest.wait(WAIT_S)
+            other = threading.Thread(target=load, args=(client, RANGES[CHECKPOINT]))
+            with closing_thread(other, stop):
+                assert waits.wait(WAIT_S)
+                store.tiers.wait_until_gone = wait
+                assert load(client, RANGES[KV]) == "integrity"
+                assert load(client, RANGES[KV]) == rows_of(RANGES[KV])
+        until(lambda: not store.tiers.pinned_bytes)
+        until(lambda: store.tiers.redis_status()["loaded"] == 2)
+        assert load(client, RANGES[CHECKPOINT]) == rows_of(RANGES[CHECKPOINT])
+
+
 @contextmanager
 def closing_thread(thread: threading.Thread, stop: threading.Event):
     thread.start()
