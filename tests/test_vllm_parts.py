@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_fakes import config, dims, request, rows
+from vllm_fakes import WAIT_S, config, dims, request, rows
 
 from tailreplay.connector.client import StoreClient
 from tailreplay.connector.fetch_plan import FetchPlan
@@ -218,14 +218,14 @@ def begin_of(tokens: Any, stored: int = 0) -> KeepBegin:
 
 
 def stored_kv(client: StoreClient, tokens: Any) -> int:
-    answer = client.match(bytes(32), tokens, timeout_s=5)
+    answer = client.match(bytes(32), tokens, timeout_s=WAIT_S)
     return max((r.end_token for r in answer.runs if r.kind == pb.KIND_KV), default=0)
 
 
 def test_rows_in_any_portions_become_blocks_and_grow_with_the_answer():
     tokens = extended_tokens(list(range(1000)))
     with serve_in_thread() as server, StoreClient(server.address) as client:
-        keeper = Keeper(client, PayloadCodec(dims()), 5.0)
+        keeper = Keeper(client, PayloadCodec(dims()), WAIT_S)
         keeper.begin("r", begin_of(tokens[:700]))
         for first, end in ((0, 300), (200, 300), (300, 555), (500, 700)):
             keeper.add_rows("r", first, rows(first, end), None)
@@ -236,15 +236,15 @@ def test_rows_in_any_portions_become_blocks_and_grow_with_the_answer():
         keeper.close()
         assert stored_kv(client, tokens) == 800
         wanted = pb.Range(kind=pb.KIND_KV, first_token=0, end_token=800, first_unit=1, units=1)
-        leaf = client.match(bytes(32), tokens, timeout_s=5).leaf
+        leaf = client.match(bytes(32), tokens, timeout_s=WAIT_S).leaf
         load = Load(
             [wanted],
             PayloadCodec(dims()).geometry,
             PrefixChain(bytes(32), tokens),
-            stall_timeout_s=5,
+            stall_timeout_s=WAIT_S,
             on_event=lambda name, wanted: None,
         )
-        load.run(client.fetch(bytes(32), leaf, [wanted], timeout_s=5))
+        load.run(client.fetch(bytes(32), leaf, [wanted], timeout_s=WAIT_S))
         data = load.wait(0).tobytes()
         got = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).view(800, 8)
         assert torch.equal(got, rows(0, 800)[0, 0, :, 0, :1].expand(-1, 8))
@@ -257,7 +257,7 @@ def test_hiddens_of_every_source_are_stored_as_they_were(lanes: bool):
     generator = torch.Generator().manual_seed(7)
     hiddens = torch.randn(2, 700, 8, generator=generator).to(torch.bfloat16)
     with serve_in_thread() as server, StoreClient(server.address, lanes=lanes) as client:
-        keeper = Keeper(client, codec, 5.0)
+        keeper = Keeper(client, codec, WAIT_S)
         keeper.begin("r", begin_of(tokens))
         # Rows of a batch that the next step overwrites, copied as `Capture.hidden_rows` does.
         batch = torch.empty_like(hiddens)
@@ -270,15 +270,15 @@ def test_hiddens_of_every_source_are_stored_as_they_were(lanes: bool):
         keeper.close()
         assert keeper.unstored.take() == {}
         wanted = pb.Range(kind=pb.KIND_HIDDEN, first_token=0, end_token=700, first_unit=0, units=2)
-        leaf = client.match(bytes(32), tokens, timeout_s=5).leaf
+        leaf = client.match(bytes(32), tokens, timeout_s=WAIT_S).leaf
         load = Load(
             [wanted],
             codec.geometry,
             PrefixChain(bytes(32), tokens),
-            stall_timeout_s=5,
+            stall_timeout_s=WAIT_S,
             on_event=lambda name, wanted: None,
         )
-        load.run(client.fetch(bytes(32), leaf, [wanted], timeout_s=5))
+        load.run(client.fetch(bytes(32), leaf, [wanted], timeout_s=WAIT_S))
         found = bytes(load.wait(0).tobytes())
     assert found == bytes(codec.pack_hidden(list(hiddens), 0, 700))
 
@@ -294,7 +294,7 @@ def test_a_request_s_rows_do_not_keep_those_of_the_batch():
 def test_rows_behind_a_hole_are_not_stored():
     tokens = extended_tokens(list(range(600)))
     with serve_in_thread() as server, StoreClient(server.address) as client:
-        keeper = Keeper(client, PayloadCodec(dims()), 5.0)
+        keeper = Keeper(client, PayloadCodec(dims()), WAIT_S)
         keeper.begin("r", begin_of(tokens))
         keeper.add_rows("r", 0, rows(0, 100), None)
         keeper.add_rows("r", 300, rows(300, 600), None)
@@ -310,7 +310,7 @@ def test_a_prompt_that_can_not_be_packed_is_counted_told_once_and_harms_no_other
     # Each of its own, since the store takes a moment to hear that nobody brings one any more.
     prompts = iter(extended_tokens([n, *range(1, 300)]) for n in range(1000, 2000))
     with serve_in_thread() as server, StoreClient(server.address, lanes=lanes) as client:
-        keeper = Keeper(client, PayloadCodec(dims()), 5.0)
+        keeper = Keeper(client, PayloadCodec(dims()), WAIT_S)
         for n in range(MAX_BACKLOG + 2):  # each gives its place in the backlog back
             keeper.begin(f"bad{n}", begin_of(next(prompts)))
             keeper.add_rows(f"bad{n}", 0, rows(0, 300).to("meta"), None)
@@ -333,7 +333,7 @@ def test_a_prompt_that_can_not_be_packed_is_counted_told_once_and_harms_no_other
 
 def test_a_prompt_for_which_the_backlog_has_no_room_is_counted():
     with serve_in_thread() as server, StoreClient(server.address) as client:
-        keeper = Keeper(client, PayloadCodec(dims()), 5.0)
+        keeper = Keeper(client, PayloadCodec(dims()), WAIT_S)
         gate = threading.Event()
         keeper._sender.submit(gate.wait, 20)
         tokens = extended_tokens(list(range(300)))

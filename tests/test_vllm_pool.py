@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_fakes import dims, leave, rows
+from vllm_fakes import WAIT_S, dims, leave, rows
 
 from tailreplay.connector.client import StoreClient
 from tailreplay.connector.device_pool import DevicePool
@@ -129,7 +129,7 @@ def test_what_was_loaded_once_is_not_loaded_again(ranks: int, rank: int):
     """Each rank keeps its own heads; what comes out of the pool is what came from the store."""
     with serve_in_thread() as server, StoreClient(server.address) as client:
         leave(server.address, NAMESPACE, 1000, 512)
-        answer = client.match(NAMESPACE, tokens(), timeout_s=5)
+        answer = client.match(NAMESPACE, tokens(), timeout_s=WAIT_S)
         state = StoredCheckpoint(512, PrefixChain(NAMESPACE, tokens()).prefix_hash(512))
         plan = FetchPlan("exact", True, 900, 900, 900, state)
         pool = rank_pool()
@@ -142,7 +142,7 @@ def test_what_was_loaded_once_is_not_loaded_again(ranks: int, rank: int):
             load.start(
                 client,
                 PayloadCodec(dims()).geometry,
-                5.0,
+                WAIT_S,
                 lambda _, reason, over=over: over.put(reason),
             )
             assert over.get(timeout=20) is None

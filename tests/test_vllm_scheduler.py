@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from vllm_fakes import (
     STORED,
+    WAIT_S,
     Block,
     Manager,
     answered,
@@ -168,7 +169,7 @@ def loading() -> Iterator[tuple[SchedulerSide, Any]]:
         asked = incoming(ids)
         namespace = side._lookups.namespaces.of(asked)
         with StoreClient(server.address) as client:
-            keeper = Keeper(client, PayloadCodec(dims()), 5.0)
+            keeper = Keeper(client, PayloadCodec(dims()), WAIT_S)
             keeper.begin("other", KeepBegin(namespace, extended_tokens(ids[:600]), 0, (), ()))
             keeper.add_rows("other", 0, rows(0, 600), None)
             keeper.put("other")
@@ -244,11 +245,12 @@ def test_case_49_a_load_that_has_been_reported_is_not_dropped_by_a_later_abort(l
 def test_a_lookup_is_waited_for_no_longer_than_its_deadline(tmp_path: Any):
     now = 0.0
     address = f"unix://{tmp_path}/nobody.sock"
-    side = scheduler_side(address, clock=lambda: now, match_timeout_s=0.5)
+    side = scheduler_side(address, clock=lambda: now, match_timeout_s=20)
     asked = incoming([1, 2, 3])
     assert side.matched(asked, 0) == (None, False)
-    now = 0.6
+    now = 21.0
     assert side.matched(asked, 0) == (0, False)
+    side._lookups._client.close()
     side.close()
 
 

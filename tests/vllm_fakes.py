@@ -17,6 +17,9 @@ from tailreplay.connector.vllm_scheduler import SchedulerSide
 from tailreplay.store.objects import Kind
 from tailreplay.store.tokens import extended_tokens
 
+WAIT_S = 20.0
+"""Deadlines on a machine that is busy with other tests."""
+
 
 def config(**changes: Any) -> Any:
     """A supported engine, with changes by dotted name."""
@@ -91,7 +94,7 @@ def engine_config(address: str, ranks: int = 1, caching: bool = False, **setting
         kv_transfer_config__kv_connector_extra_config={
             "store": address,
             "weights_id": "w",
-            "match_timeout_s": 5.0,
+            "match_timeout_s": WAIT_S,
             **settings,
         },
         cache_config__enable_prefix_caching=caching,
@@ -161,7 +164,7 @@ def leave(address: str, namespace: bytes, kv: int, state: int, *, hiddens: bool 
     geometry = codec.geometry[Kind.CHECKPOINT]
     units = torch.zeros(1, geometry.units, geometry.row_bytes, dtype=torch.uint8)
     with StoreClient(address) as client:
-        keeper = Keeper(client, codec, 5.0)
+        keeper = Keeper(client, codec, WAIT_S)
         keeper.begin("rows", KeepBegin(namespace, tokens, 0, (), ()))
         keeper.add_rows(
             "rows", 0, rows(0, kv), torch.zeros(1, kv, 8, dtype=torch.bfloat16) if hiddens else None
