@@ -223,14 +223,19 @@ class Catalog:
         self.redis.commit(ready)
         return listed
 
-    def loaded(self, records: Sequence[Record]) -> None:
-        """Notes that objects are in the CPU tier now."""
+    def loaded(self, records: Sequence[Record]) -> list[Record]:
+        """Notes that objects are in the CPU tier now.
+
+        Returns:
+            Those that were forgotten meanwhile, and are to be nowhere.
+        """
         with self._lock:
-            known = [r for r in records if r.is_listed]
+            known = [r for r in records if r.exists]
             for record in known:
                 if not record.in_cpu:
                     self._held.place(record, in_cpu=True)
             self._order.use(known)
+            return [r for r in records if not r.exists]
 
     def late(self, records: Iterable[Record]) -> None:
         """Notes that objects did not come to the CPU tier in time; they may come there yet."""

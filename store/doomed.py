@@ -18,11 +18,18 @@ class Doomed:
 
     Args:
         l1: the pool.
+        is_coming: whether a key may come yet, from Redis: till then it is not gone.
         on_gone: told of those that are gone.
     """
 
-    def __init__(self, l1: L1Manager, on_gone: Callable[[Sequence[ObjectKey]], None]) -> None:
+    def __init__(
+        self,
+        l1: L1Manager,
+        is_coming: Callable[[ObjectKey], bool],
+        on_gone: Callable[[Sequence[ObjectKey]], None],
+    ) -> None:
         self._l1 = l1
+        self._is_coming = is_coming
         self._on_gone = on_gone
         # State, under _lock: the keys, and what others are told of each.
         self._lock = threading.Condition(threading.Lock())
@@ -47,6 +54,8 @@ class Doomed:
 
         A key in a store task is locked in the pool, and so it is still here.
         """
+        if not self._keys:
+            return []
         with self._lock:
             return [key for key in keys if key in self._keys]
 
@@ -56,8 +65,14 @@ class Doomed:
             return
         with self._lock:
             doomed = list(self._keys)
+        # Asked first: one that is there by now is deleted.
+        coming = set(filter(self._is_coming, doomed))
         outcomes = self._l1.delete(doomed)
-        gone = [key for key in doomed if outcomes[key] is not L1Error.KEY_IS_LOCKED]
+        gone = [
+            key
+            for key in doomed
+            if key not in coming and outcomes[key] is not L1Error.KEY_IS_LOCKED
+        ]
         self._on_gone(gone)
         with self._lock:
             for key in gone:

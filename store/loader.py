@@ -67,6 +67,7 @@ class Loader:
         manager: LMCache's manager of it.
         pool_bytes: size of the pool.
         cancel: takes back loads that are not under way.
+        on_late: called after a load has ended that nobody waited for any more.
     """
 
     def __init__(
@@ -75,14 +76,18 @@ class Loader:
         manager: StorageManager,
         pool_bytes: int,
         cancel: Callable[[Sequence[ObjectKey]], None],
+        on_late: Callable[[], None],
     ) -> None:
+        self._on_late = on_late
         self._l1 = l1
         self._manager = manager
         self._pool_bytes = pool_bytes
         self._cancel = cancel
-        # State, under _lock: how many requests wait for an object, and what its tier last said.
+        # State, under _lock: how many requests wait for an object, which may come although nobody
+        # does, and what its tier last said.
         self._lock = threading.Lock()
         self._waiters: Counter[ObjectKey] = Counter()
+        self._coming_late: Counter[ObjectKey] = Counter()
         self._said: dict[ObjectKey, Miss] = {}
         self._closing = threading.Event()
         self._late = ThreadPoolExecutor(1, "tailreplay-late")
@@ -110,6 +115,11 @@ class Loader:
             return self._load(sizes, urgent, until)
         finally:
             self._leave(sizes)
+
+    def is_coming(self, key: ObjectKey) -> bool:
+        """Whether an object may still come, whether or not somebody waits for it."""
+        with self._lock:
+            return key in self._waiters or key in self._coming_late
 
     def missed(self, keys: Iterable[ObjectKey], why: Miss) -> None:
         """Take note of why objects will not come, before their load or lookup ends."""
@@ -151,6 +161,8 @@ class Loader:
                 loaded.missed.update(reasons)
         if in_flight:
             self._give_up([load.part for load in in_flight] + [*waiting], loaded)
+            with self._lock:
+                self._coming_late.update(key for load in in_flight for key in load.part.keys)
             with contextlib.suppress(RuntimeError):  # closing, when all locks go anyway
                 self._late.submit(self._collect_late, list(in_flight))
         return loaded
@@ -215,6 +227,9 @@ class Loader:
             result = self._wait(load.handle, _Until(math.inf, lambda: False))
             if result is not None and (came := _outcome(load.part, result)):
                 self._l1.finish_read(list(came))
+            with self._lock:
+                self._coming_late -= Counter(load.part.keys)
+        self._on_late()
 
 
 def _outcome(part: Slice[ObjectKey], result: PrefetchResult) -> dict[ObjectKey, Source]:

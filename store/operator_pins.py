@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tailreplay.store.errors import LimitExceeded
+from tailreplay.store.pins import Pinned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -151,8 +152,9 @@ class OperatorPins:
             urgent=False,
             timeout_s=self._timeout_s,
         )
-        kept = [record for record, pin in zip(records, held, strict=True) if pin is not None]
-        self._catalog.loaded(kept)
+        came = [r for r, one in zip(records, held, strict=True) if isinstance(one, Pinned)]
+        gone = self._catalog.loaded(came)
+        kept = [record for record in came if record not in gone]
         self._catalog.room.keep(kept)  # before they are let go, so that none is evicted between
         self._tiers.unpin(held)
         return kept

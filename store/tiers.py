@@ -38,6 +38,8 @@ from tailreplay.store.urgent_gate import UrgentGate
 from tailreplay.store.write_back import WriteBack
 
 _WRITE_TAG = "tailreplay"
+_GOING = (L1Error.KEY_IS_LOCKED, None)
+"""As the pool says it of a key that somebody reads or writes."""
 
 
 class Tiers:
@@ -74,9 +76,19 @@ class Tiers:
         self._lock = threading.Lock()
         self._closed = False
         self._behind = Behind(self._manager)
-        self._doomed = Doomed(self._l1, on_gone=lambda keys: self._write_back.failed(keys))
+        self._doomed = Doomed(
+            self._l1,
+            is_coming=lambda key: self._loader.is_coming(key),
+            on_gone=lambda keys: self._write_back.failed(keys),
+        )
         self._pins = Pins(pool.l1, self._doomed)
-        self._loader = Loader(self._l1, self._manager, pool.size_bytes, self._behind.cancel)
+        self._loader = Loader(
+            self._l1,
+            self._manager,
+            pool.size_bytes,
+            cancel=self._behind.cancel,
+            on_late=self._doomed.purge,
+        )
         self._write_back = WriteBack[ObjectKey](
             on_stored=lambda keys: on_redis_stored([object_name(key) for key in keys]),
             on_failed=lambda keys: on_redis_failed([object_name(key) for key in keys]),
@@ -145,15 +157,10 @@ class Tiers:
         """
         keys = [object_key(name) for name in names]
         self._doomed.purge()
-        found = self._l1.reserve_write(keys, [False] * len(keys), layout_of(size), tag=_WRITE_TAG)
-        return [
-            Reserved(key, size, memory, bytes_of(memory))
-            if memory is not None
-            else PutOutcome.FULL
-            if error is L1Error.OUT_OF_MEMORY
-            else PutOutcome.EXISTS
-            for key, (error, memory) in ((key, found[key]) for key in keys)
-        ]
+        going = set(self._doomed.among(keys))  # what were stored now would go with what is deleted
+        free = [key for key in keys if key not in going]
+        found = self._l1.reserve_write(free, [False] * len(free), layout_of(size), tag=_WRITE_TAG)
+        return [_place(key, size, *found.get(key, _GOING)) for key in keys]
 
     def commit(self, places: Sequence[Reserved]) -> None:
         """Make objects visible whose bytes are all there; with Redis they then go there, too."""
@@ -365,6 +372,14 @@ class Tiers:
         state = self._l1.get_object_state(key)
         if state is not None and state.memory_obj is not memory:
             self._write_back.stored([key])
+
+
+def _place(
+    key: ObjectKey, size: int, error: L1Error, memory: MemoryObj | None
+) -> Reserved | PutOutcome:
+    if memory is not None:
+        return Reserved(key, size, memory, bytes_of(memory))
+    return PutOutcome.FULL if error is L1Error.OUT_OF_MEMORY else PutOutcome.EXISTS
 
 
 class _Listener(WriteBackListener):

@@ -107,15 +107,21 @@ class WindowPins:
 
     def _held(self, wanted: Sequence[Record], came: Sequence[Pinned | Miss]) -> Held:
         reasons = self._noted(wanted, came)
-        return Held({one.name: one for one in came if isinstance(one, Pinned)}, reasons)
+        pins = (one for one in came if isinstance(one, Pinned))
+        return Held({one.name: one for one in pins if one.name not in reasons}, reasons)
 
     def _noted(
         self, wanted: Sequence[Record], came: Sequence[Pinned | Miss]
     ) -> dict[ObjectName, Reason]:
         """Takes note of what came; says of what did not why not."""
         outcomes = list(zip(wanted, came, strict=True))
-        self._catalog.loaded([r for r, one in outcomes if isinstance(one, Pinned)])
-        return {r.name: self._give_up(r, one) for r, one in outcomes if isinstance(one, Miss)}
+        reasons = {r.name: self._give_up(r, one) for r, one in outcomes if isinstance(one, Miss)}
+        pins = {r: one for r, one in outcomes if isinstance(one, Pinned)}
+        gone = self._catalog.loaded(list(pins))
+        # What was erased while it was loaded would lie in the pool, and nobody know of it.
+        if from_redis := [r.name for r in gone if pins[r].source == "redis"]:
+            self._tiers.delete(from_redis, in_redis=False)
+        return reasons | dict.fromkeys((r.name for r in gone), pb.MISS_REASON_EVICTED)
 
     def _pin(
         self, wanted: Sequence[Record], urgent: bool, is_gone: Callable[[], bool]

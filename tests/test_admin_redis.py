@@ -215,6 +215,44 @@ def test_a_pin_brings_what_is_in_redis_alone(running):
         assert {r.tier for r in client.match(prefix).runs} == {pb.TIER_CPU}
 
 
+def test_a_pin_holds_only_what_comes(running):
+    server, raw = running
+    with serve_in_thread(redis_url=server.url) as store, closing(Client(store.address)) as client:
+        prefix = prefix_of(ACME)
+        client.put(prefix)
+        settle(client)
+        store.store.catalog.room.make(store.store.tiers.pool_bytes)
+        raw.delete(*raw.keys(f"tailreplay:o:{prefix.namespace.hex()}|checkpoint@*"))
+        request = pb.PinRequest(
+            namespace=prefix.namespace, tokens=to_wire(prefix.tokens), seconds=60
+        )
+        made = client.admin.Pin(request, timeout=20)
+        assert (made.objects, made.left_out_bytes) == (20, object_bytes(GEOMETRY[CHECKPOINT], 1))
+        assert not [c for c in client.match(prefix).checkpoints if c.tier == pb.TIER_CPU]
+
+
+def test_what_is_erased_between_a_lookup_and_its_load_is_served_to_nobody(running):
+    server, _ = running
+    with serve_in_thread(redis_url=server.url) as serving, closing(Client(serving.address)) as one:
+        prefix, store = prefix_of(ACME), serving.store
+        one.put(prefix)
+        settle(one)
+        store.catalog.room.make(store.tiers.pool_bytes)
+        pin = store.tiers.pin
+
+        def pinned(*wanted, **how):
+            store.tiers.pin = pin
+            store.admin._eraser.drop({prefix.namespace})  # Redis has it yet
+            return pin(*wanted, **how)
+
+        store.tiers.pin = pinned
+        fetched = one.fetch(prefix, span_range(KV, 0, 1000))
+        assert not fetched.frames
+        assert fetched.missing[0].reason == pb.MISS_REASON_EVICTED
+        until(lambda: not store.tiers.used_bytes)
+        assert not store.catalog.select(lambda _: True)
+
+
 def test_a_stalled_reader_is_cut_off_while_redis_is_frozen(running):
     """What waits for Redis again and again must not delay the end of leases."""
     server, _ = running

@@ -52,6 +52,17 @@ def test_a_reader_that_comes_late_does_not_bring_an_evicted_record_back(store, s
     assert store.tiers.used_bytes == 0
 
 
+def test_a_reader_that_comes_late_brings_nothing_back_of_a_block_that_stays(store, space):
+    prefix = Prefix(space, BASE[:256])
+    put(store, prefix)
+    page, *rest = store.catalog.select(lambda r: r.name.kind is HIDDEN)
+    store.catalog.lost(page)
+    store.tiers.delete([page.name])
+    assert store.catalog.loaded([page, *rest]) == [page]
+    assert page.is_listed
+    assert not page.exists
+
+
 def test_a_reader_is_not_at_fault_for_what_the_store_waits_for(store, space, steps, monkeypatch):
     prefix = Prefix(space, BASE)
     put(store, prefix, KV)

@@ -223,3 +223,23 @@ def test_closing_while_redis_is_frozen_ends_and_fails_what_was_pending(
     pin(tiers, (name_of(1), MIB), timeout_s=0.01)
     tiers.close()
     assert outcomes.get(timeout=20) == ("failed", name_of(2))
+
+
+@pytest.mark.redis
+def test_what_is_deleted_while_it_is_loaded_does_not_stay(open_tiers, redis_server, outcomes):
+    """Nobody waits for it any more when it lands, and nobody would know that it is there."""
+    tiers = open_tiers(redis_url=redis_server.url)
+    name, size = name_of(1), MIB
+    write_back(tiers, outcomes, (name, size))
+    redis_server.pause()
+    try:
+        assert tiers.pin([(name, size)], urgent=True, timeout_s=0.1) == [Miss.LATE]
+        tiers.delete([name], in_redis=False)
+        assert tiers.held([name]) == [name]
+        assert put(tiers, name, size) is PutOutcome.EXISTS
+    finally:
+        redis_server.resume()
+    until(lambda: tiers.redis_status()["loaded"] == 1)
+    until(lambda: not tiers.used_bytes)
+    assert not tiers.held([name])
+    assert put(tiers, name, size) is PutOutcome.STORED
