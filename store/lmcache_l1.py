@@ -54,6 +54,10 @@ def construct_manager(l1: L1Manager, adapters: Sequence[L2AdapterConfigBase]) ->
         prefetch_max_in_flight=128,
     )
     manager = StorageManager(config, _l1_managers=(l1,))
+    for evictor in (*manager._eviction_controllers, manager._l2_eviction_controller):
+        # Both sleep a second at a time, and closing would wait for one after the other. Neither has
+        # anything to evict, and what they look at when they wake is there after the end, too.
+        evictor.stop = evictor._stop_flag.set
     if not adapters:
         # Its threads for eviction and for the tiers behind would be woken at every write, for
         # nothing: the one is off, and there are no others.

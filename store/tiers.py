@@ -352,10 +352,7 @@ class Tiers:
         return {**status, "pending_objects": pending_objects, "pending_bytes": pending_bytes}
 
     def close(self) -> None:
-        """Stop, and give the pool's memory back. No `Pinned.data` may be touched afterwards.
-
-        Takes about 2 s, which LMCache's threads sleep.
-        """
+        """Stop, and give the pool's memory back. No `Pinned.data` may be touched afterwards."""
         with self._lock:
             if self._closed:
                 return

@@ -143,7 +143,7 @@ def test_connecting_leaves_nothing_that_closing_has_to_wait_for():
         for _ in range(5):
             with StoreClient(server.address, lanes=False) as client:
                 assert client.connect(20)
-                assert client_threads() == before
+                assert client_threads() <= before
 
 
 def test_a_lookup_can_have_a_deadline_of_its_own():

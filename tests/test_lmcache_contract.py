@@ -178,3 +178,18 @@ def test_a_pool_without_tiers_behind_it_wakes_nobody():
         assert l1._registered_listeners == []
     finally:
         manager.close()
+
+
+def test_closing_waits_for_no_evictor_and_each_ends_by_itself(monkeypatch):
+    """They look once more at a pool that is closed by then, which is no error."""
+    manager = construct_manager(construct_l1(1 << 20, ""), [])
+    evictors = [*manager._eviction_controllers, manager._l2_eviction_controller]
+    joined = []
+    with monkeypatch.context() as patch:
+        for evictor in evictors:
+            patch.setattr(evictor._thread, "join", lambda: joined.append(1))
+        manager.close()
+    assert not joined
+    for evictor in evictors:
+        evictor._thread.join(20)
+        assert not evictor._thread.is_alive()
