@@ -31,9 +31,11 @@ class Doomed:
         self._l1 = l1
         self._is_coming = is_coming
         self._on_gone = on_gone
-        # State, under _lock: the keys, and what others are told of each.
+        # State, under _lock: the keys, what others are told of each, and which are to be
+        # overwritten yet.
         self._lock = threading.Condition(threading.Lock())
         self._keys: dict[ObjectKey, Miss] = {}
+        self._to_overwrite: set[ObjectKey] = set()
 
     def __contains__(self, key: ObjectKey) -> bool:
         with self._lock:
@@ -64,19 +66,21 @@ class Doomed:
         if not self._keys:
             return
         with self._lock:
-            doomed = list(self._keys)
+            doomed, unwritten = list(self._keys), list(self._to_overwrite)
         # Asked first: one that is there by now is deleted.
         coming = set(filter(self._is_coming, doomed))
-        outcomes = self._l1.delete(doomed)
+        kept = self._overwrite(unwritten)[1] if unwritten else set[ObjectKey]()
+        outcomes = self._l1.delete([key for key in doomed if key not in kept])
         gone = [
             key
-            for key in doomed
-            if key not in coming and outcomes[key] is not L1Error.KEY_IS_LOCKED
+            for key, error in outcomes.items()
+            if key not in coming and error is not L1Error.KEY_IS_LOCKED
         ]
         self._on_gone(gone)
         with self._lock:
             for key in gone:
                 self._keys.pop(key, None)
+            self._to_overwrite.difference_update(gone)
             self._lock.notify_all()
 
     def wait(self, keys: Collection[ObjectKey], timeout_s: float) -> bool:
@@ -84,16 +88,30 @@ class Doomed:
         with self._lock:
             return self._lock.wait_for(lambda: self._keys.keys().isdisjoint(keys), timeout_s)
 
-    def overwrite(self, keys: Sequence[ObjectKey]) -> int:
-        """Write zeros over objects, under a lock that keeps their memory theirs; returns bytes."""
-        held = {
-            key: memory
-            for key, (_, memory) in self._l1.reserve_read(list(keys)).items()
-            if memory is not None
+    def overwrite(self, keys: Sequence[ObjectKey]) -> tuple[int, set[ObjectKey]]:
+        """Write zeros over deleted objects; over those that somebody reads, once nobody does.
+
+        Returns:
+            Bytes overwritten by now, and what somebody reads.
+        """
+        with self._lock:
+            self._to_overwrite.update(keys)
+        return self._overwrite(keys)
+
+    def _overwrite(self, keys: Sequence[ObjectKey]) -> tuple[int, set[ObjectKey]]:
+        # Who locks one behind this look finds it deleted, and reads nothing of it.
+        states = {key: self._l1.get_object_state(key) for key in keys}
+        read = {
+            k for k, state in states.items() if state is not None and state.read_lock.is_locked()
         }
+        free = [key for key, state in states.items() if state is not None and key not in read]
+        locked = self._l1.reserve_read(free) if free else {}
+        held = {key: memory for key, (_, memory) in locked.items() if memory is not None}
         for memory in held.values():
             view = bytes_of(memory)
             view[:] = bytes(len(view))
         if held:
             self._l1.finish_read(list(held))
-        return sum(memory.get_size() for memory in held.values())
+        with self._lock:
+            self._to_overwrite.difference_update(held)
+        return sum(memory.get_size() for memory in held.values()), read

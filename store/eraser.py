@@ -172,15 +172,18 @@ class Eraser:
     def _drop(self, records: Sequence[Record], done: Erased, *, in_redis: bool) -> None:
         """Takes objects out; overwrites those that are to go from Redis by themselves."""
         held: list[ObjectName] = []
+        unwritten: dict[ObjectName, int] = {}
         for batch in _batches(records):
-            names = [record.name for record in batch]
+            sizes = {record.name: record.size for record in batch}
             count_in(done.removed, batch)
             self._catalog.lost(*batch)
-            done.overwritten_bytes += self._tiers.delete(
-                names, overwrite=not in_redis, in_redis=in_redis
-            )
-            held += self._tiers.held(names)
-        done.held = len(self._let_go(held))
+            size, later = self._tiers.delete(list(sizes), overwrite=not in_redis, in_redis=in_redis)
+            done.overwritten_bytes += size
+            unwritten |= {name: sizes[name] for name in later}
+            held += self._tiers.held(list(sizes))
+        still = self._let_go(held)
+        done.held = len(still)
+        done.overwritten_bytes += sum(unwritten[name] for name in unwritten.keys() - still)
         self._catalog.redis.wait_for_commits(self._patience_s)
 
     def _let_go(self, held: list[ObjectName]) -> list[ObjectName]:

@@ -253,7 +253,7 @@ class Tiers:
 
     def delete(
         self, names: Sequence[ObjectName], *, overwrite: bool = False, in_redis: bool = True
-    ) -> int:
+    ) -> tuple[int, list[ObjectName]]:
         """Drop objects from the CPU tier, and from what is behind it.
 
         One that is pinned disappears for everybody else at once, and for good with its last pin.
@@ -261,18 +261,18 @@ class Tiers:
 
         Args:
             names: which.
-            overwrite: write zeros over them in the pool, at once for readers of them too.
+            overwrite: write zeros over them in the pool, where somebody reads one once nobody does.
             in_redis: whether Redis is to drop them; otherwise its owner does.
 
         Returns:
-            Bytes overwritten.
+            Bytes overwritten by now, and what is to be overwritten yet.
         """
         keys = [object_key(name) for name in names]
         self._doomed.add(keys)
-        overwritten = self._doomed.overwrite(keys) if overwrite else 0
+        size, later = self._doomed.overwrite(keys) if overwrite else (0, ())
         self._doomed.purge()
         self._behind.delete(keys, in_redis=in_redis)
-        return overwritten
+        return size, [object_name(key) for key in later]
 
     def drop(self, names: Sequence[ObjectName]) -> None:
         """As `delete`, from the CPU tier alone.
