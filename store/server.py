@@ -44,6 +44,7 @@ class StoreServer:
 
     Args:
         config: settings; `listen` with port 0 takes any free port.
+        clock: as in `Store`.
         before_rows: as in `Store`.
 
     Attributes:
@@ -59,7 +60,11 @@ class StoreServer:
     """
 
     def __init__(
-        self, config: StoreConfig, *, before_rows: Callable[[Kind], None] | None = None
+        self,
+        config: StoreConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        before_rows: Callable[[Kind], None] | None = None,
     ) -> None:
         self._access = Access(config.token_file)
         self._tls = _tls(config)
@@ -69,7 +74,7 @@ class StoreServer:
         self._probes = _probes(config, self._access, self._tls)
         self.http_address = self._probes.address if self._probes is not None else None
         try:
-            self.store = Store(config, before_rows=before_rows)
+            self.store = Store(config, clock=clock, before_rows=before_rows)
         except BaseException:
             if self._probes is not None:
                 self._probes.close()
@@ -222,11 +227,15 @@ def _in_words(tls: ServerTls | None) -> str:
 
 @contextmanager
 def serve_in_thread(
-    *, before_rows: Callable[[Kind], None] | None = None, **settings: object
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    before_rows: Callable[[Kind], None] | None = None,
+    **settings: object,
 ) -> Iterator[StoreServer]:
     """A store in this process, for tests and notebooks.
 
     Args:
+        clock: as in `Store`.
         before_rows: as in `Store`.
         **settings: fields of `StoreConfig`; without `listen` it takes a socket in a fresh folder,
             without `pool_bytes` 64 MiB.
@@ -237,7 +246,8 @@ def serve_in_thread(
     with tempfile.TemporaryDirectory(prefix="tailreplay-") as folder:
         settings.setdefault("listen", f"unix://{os.path.join(folder, 'store.sock')}")
         settings.setdefault("pool_bytes", 64 << 20)
-        server = StoreServer(StoreConfig.model_validate(settings), before_rows=before_rows)
+        config = StoreConfig.model_validate(settings)
+        server = StoreServer(config, clock=clock, before_rows=before_rows)
         try:
             yield server
         finally:

@@ -253,13 +253,13 @@ def test_what_is_erased_between_a_lookup_and_its_load_is_served_to_nobody(runnin
         assert not store.catalog.select(lambda _: True)
 
 
-def test_a_stalled_reader_is_cut_off_while_redis_is_frozen(running):
+def test_a_stalled_reader_is_cut_off_while_redis_is_frozen(running, clock):
     """What waits for Redis again and again must not delay the end of leases."""
     server, _ = running
     wide = {KV: kv_geometry(fa_layers=2, kv_heads=2, head_dim=256, dtype=Dtype.FLOAT32)}
     prefix = Prefix(os.urandom(32), range(256 * 6), wide)  # far more than a connection buffers
     with (
-        serve_in_thread(redis_url=server.url, redis_timeout_s=30, stall_limit_s=0.5) as store,
+        serve_in_thread(redis_url=server.url, redis_timeout_s=30, clock=clock) as store,
         closing(Client(store.address)) as client,
     ):
         client.put(prefix, prefix.spans(KV))
@@ -269,7 +269,7 @@ def test_a_stalled_reader_is_cut_off_while_redis_is_frozen(running):
             stream = client.open_fetch(prefix, span_range(KV, 0, len(prefix)))
             next(stream)
             until(lambda: len(store.store.leases) == 1)
-            until(lambda: len(store.store.leases) == 0, limit_s=10)
+            until(lambda: clock.step(60) or not len(store.store.leases), limit_s=15)
             stream.cancel()
         finally:
             server.resume()

@@ -16,6 +16,10 @@ class Clock:
     def __call__(self) -> float:
         return self.now_s
 
+    def step(self, seconds: float) -> None:
+        """Lets time pass."""
+        self.now_s += seconds
+
 
 def until(condition: Callable[[], object], limit_s: float = 20.0) -> None:
     """Waits until a condition holds."""
