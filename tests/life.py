@@ -20,7 +20,7 @@ from tailreplay.store.shm_pool import SHM_DIR, pool_name
 
 PREFIX = Prefix(bytes(range(32)), range(1, 701))
 RANGE = span_range(Kind.KV, 0, 613)
-BACK_S = 5.0
+BACK_S = 20.0
 """Longest time until hits are back."""
 
 

@@ -286,7 +286,7 @@ def test_a_range_that_the_store_does_not_have_in_this_shape_is_a_mismatch():
 
 
 def test_a_stream_that_brings_nothing_any_more_is_given_up_and_told_so():
-    load = load_of(STATE, HIDDEN, stall_timeout_s=0.05)
+    load = load_of(STATE, HIDDEN, stall_timeout_s=0.5)
     stream = Stream([rows(0, STATE, 511, 512), ended(0)], hold=threading.Event())
     reader = threading.Thread(target=load.run, args=(stream,))
     reader.start()

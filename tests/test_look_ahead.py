@@ -1,7 +1,6 @@
 """What a Fetch loads from Redis while it sends: how much, and what becomes of it."""
 
 import threading
-import time
 from contextlib import closing
 
 import pytest
@@ -92,19 +91,26 @@ def test_two_windows_are_under_way_while_one_is_sent_and_no_more(store):
 
 
 def test_a_reader_that_leaves_waits_for_nothing_and_leaves_nothing_pinned(store, redis_server):
-    frames = open_fetch(store)
+    is_looked_at, asked, goes_on = threading.Event(), threading.Event(), threading.Event()
+
+    def is_gone() -> bool:
+        if is_looked_at.is_set():
+            asked.set()
+            goes_on.wait(20)
+        return False
+
+    frames = open_fetch(store, is_gone=is_gone)
     first_rows(frames)
     until(lambda: loaded(store) == 3 * WINDOW_BLOCKS)
     redis_server.pause()
     # The window before is over, so that the next load begins, and finds nobody who answers.
     next(frame for frame in frames if frame.record.kind is RecordKind.BARRIER)
     first_rows(frames)
-    until(lambda: store.tiers._loader._waiters)
-    started_s = time.monotonic()
+    is_looked_at.set()
+    assert asked.wait(20)
     frames.close()
-    took_s = time.monotonic() - started_s
-    still_on = bool(store.tiers._loader._waiters)  # on a slow machine this tells what time can not
-    assert still_on or took_s < 0.15, "less than between two looks at who is gone"
+    assert store.tiers._loader._waiters, "the load has not ended, so nobody can have waited for it"
+    goes_on.set()
     until(lambda: is_settled(store))
     redis_server.resume()
     names = [PREFIX.name(Kind.KV, 256 * block) for block in range(10, 13)]

@@ -85,7 +85,7 @@ def test_a_server_that_dies_takes_whole_prompts_along_and_leaves_the_others_whol
         servers[1].kill()
         assert whole(client) == everyone - share
         servers[1].start()
-        until(lambda: client.stats().redis_healthy, limit_s=5)
+        until(lambda: client.stats().redis_healthy)
         served.store.catalog.room.make(16 * MIB)
         assert whole(client) == everyone
 
@@ -99,8 +99,8 @@ def test_another_store_finds_whole_prompts_without_the_server_that_is_away(serve
     with serve_in_thread(**settings) as served, closing(Client(served.address)) as client:
         assert whole(client) == everyone - share
         servers[1].start()
-        until(lambda: client.stats().redis_healthy, limit_s=5)
-        until(lambda: whole(client) == everyone, limit_s=5)
+        until(lambda: client.stats().redis_healthy)
+        until(lambda: whole(client) == everyone)
 
 
 def commands(servers: list[RedisServer], *names: str) -> list[int]:

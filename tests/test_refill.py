@@ -112,8 +112,8 @@ def test_after_a_flush_redis_says_and_has_what_it_did(tmp_path, redis_server):
         (had,), said = keys(redis_server), members(redis_server)
         in_redis = [t for t in store.stats().tiers if t.tier == pb.TIER_REDIS]
         flush(redis_server)
-        until(lambda: keys(redis_server) == [had], limit_s=5)
-        until(lambda: members(redis_server) == said, limit_s=5)
+        until(lambda: keys(redis_server) == [had])
+        until(lambda: members(redis_server) == said)
         assert [t for t in store.stats().tiers if t.tier == pb.TIER_REDIS] == in_redis
         assert store.tiers.pinned_bytes == 0
     with serving(tmp_path, redis_server.url) as again:
@@ -145,7 +145,7 @@ def test_what_is_in_memory_no_more_is_promised_to_nobody(tmp_path, redis_server)
         store.catalog.room.make(16 * MIB)
         put(store, PROMPTS[1])
         flush(redis_server)
-        until(lambda: not match(store, MEDIA).matched_tokens, limit_s=5)
+        until(lambda: not match(store, MEDIA).matched_tokens)
         assert fetched(store, PROMPTS[1]) == whole(PROMPTS[1])
         until(lambda: not store._upkeep._refill._lost)
         in_redis, in_cpu = (
@@ -166,8 +166,8 @@ def test_of_two_servers_the_one_that_lost_everything_gets_its_own_alone(tmp_path
             assert all(had)
             before = stored(store)
             flush(lost)
-            until(lambda: keys(kept, lost) == had, limit_s=5)
-            until(lambda: members(lost) == said, limit_s=5)
+            until(lambda: keys(kept, lost) == had)
+            until(lambda: members(lost) == said)
             assert stored(store) == before + payloads
         with serving(tmp_path, f"{kept.url} {lost.url}") as again:
             assert fetched(again, prompts[0]) == whole(prompts[0])
@@ -204,7 +204,7 @@ def test_whose_namespaces_are_whose_is_said_again(tmp_path, redis_server):
         ledger = store.admin.operators._ledger
         until(lambda: ledger.namespaces_of(tenant) == {prefix.namespace})
         flush(redis_server)
-        until(lambda: ledger.namespaces_of(tenant) == {prefix.namespace}, limit_s=5)
+        until(lambda: ledger.namespaces_of(tenant) == {prefix.namespace})
 
 
 def test_a_key_file_is_used_for_what_is_told_again(tmp_path, redis_server):

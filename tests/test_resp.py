@@ -205,7 +205,7 @@ def test_a_restarted_server_is_connected_anew(redis_server, redis):
 
 @pytest.mark.redis
 def test_a_frozen_server_times_out(redis_server):
-    with closing(connect(redis_server.url, read_timeout_s=0.1)) as redis:
+    with closing(connect(redis_server.url, read_timeout_s=0.5)) as redis:
         redis.connect()
         redis_server.pause()
         with pytest.raises(RespError) as error:

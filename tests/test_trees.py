@@ -131,7 +131,7 @@ def test_sizes_of_many_namespaces_take_one_pass():
     spaces = [n.to_bytes(32, "little") for n in range(2000)]
     for space in spaces:
         store(index, Prefix(space, BASE[:257]), Kind.KV)
-    started_s = time.perf_counter()
+    started_s = time.thread_time()
     sizes = index.trees.sizes()
-    assert time.perf_counter() - started_s < 0.5, "with a pass for each it is a thousand times that"
+    assert time.thread_time() - started_s < 0.5, "with a pass for each it is a thousand times that"
     assert sizes == dict.fromkeys(spaces, (2, 257))

@@ -55,7 +55,7 @@ ABORTS = {
 
 @pytest.fixture(scope="module", params=[64, 0], ids=["lane", "grpc"])
 def server(request):
-    with serve_in_thread(max_lanes=request.param, put_stall_limit_s=0.5) as server:
+    with serve_in_thread(max_lanes=request.param, put_stall_limit_s=2.0) as server:
         yield server
 
 

@@ -32,7 +32,7 @@ def test_an_object_that_breaks_off_is_not_there(store, engine, request):
     ids = extended_tokens(TOKENS)
     whose = tenant_digest(request.node.nodeid)
     used = store.store.tiers.used_bytes
-    with StoreClient(store.address) as client:
+    with StoreClient(store.address, lanes=False) as client:
         with pytest.raises(InvalidRequest, match="65536 bytes"):
             client.put(engine.namespace, ids, [half], timeout_s=WAIT_S, tenant=whose)
         assert client.match(engine.namespace, ids, timeout_s=WAIT_S).matched_tokens == 0

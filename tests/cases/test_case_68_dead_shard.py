@@ -16,14 +16,18 @@ pytestmark = pytest.mark.redis
 PREFIXES = [Prefix(bytes([68, i]) * 16, list(range(600))) for i in range(20)]
 MIB = 1 << 20
 SETTLED_S = 2.0
-SLOW_S = 1.0
-"""A request on a busy machine; one that waits for a dead server would take 5 s."""
+SLOW_S = 6.0
+"""A request on a busy machine; one that waits for a dead server would take 60 s."""
 
 
 @pytest.mark.parametrize("how", ["kill", "pause"])
 def test_within_two_seconds_nobody_waits_for_a_dead_server(start_redis, how):
     servers = [start_redis(persistent=True) for _ in range(3)]
-    settings = {"redis_url": " ".join(s.url for s in servers), "redis_patience_s": 0.2}
+    settings = {
+        "redis_url": " ".join(s.url for s in servers),
+        "redis_patience_s": 0.2,
+        "tier_timeout_s": 60.0,
+    }
     with (
         serve_in_thread(pool_bytes=16 * MIB, **settings) as served,
         closing(Client(served.address)) as client,
@@ -58,5 +62,5 @@ def test_within_two_seconds_nobody_waits_for_a_dead_server(start_redis, how):
             assert 0 < tokens < 2 * 600 * len(PREFIXES)
         finally:
             servers[0].start() if how == "kill" else servers[0].resume()
-        until(lambda: client.stats().redis_healthy, limit_s=5)
+        until(lambda: client.stats().redis_healthy)
         assert requests()[1] == 2 * 600 * len(PREFIXES)

@@ -1,6 +1,5 @@
 """LMCache#1639: time to the first token grew with the round trip, and with the prompt's length."""
 
-import statistics
 import time
 from contextlib import closing
 
@@ -12,7 +11,7 @@ from tcp_proxy import TcpProxy
 from tailreplay.store import serve_in_thread
 from tailreplay.store.objects import Kind
 
-WAY_S = 0.025
+WAY_S = 0.05
 
 
 @pytest.fixture
@@ -23,7 +22,7 @@ def server():
 
 @pytest.fixture
 def far_address(server):
-    """The store, as one sees it from 50 ms away."""
+    """The store, as one sees it from 100 ms away."""
     with closing(TcpProxy(int(server.address.rpartition(":")[2]), WAY_S)) as proxy:
         yield f"127.0.0.1:{proxy.port}"
 
@@ -55,6 +54,6 @@ def test_a_fetch_from_afar_pays_the_way_once(server, far_address):
                 began = time.perf_counter()
                 assert not client.fetch(prefix, *ranges, leaf=leaf).missing
                 seconds.append(time.perf_counter() - began)
-            took[name] = statistics.median(seconds)
+            took[name] = min(seconds)
     assert took["far"] >= 2 * WAY_S
     assert took["far"] - took["near"] < 3.5 * 2 * WAY_S

@@ -9,7 +9,7 @@ from tailreplay.store.misses import Miss
 
 pytestmark = pytest.mark.redis
 
-FAST = {"connect_timeout_s": 0.2, "patience_s": 0.2, "read_timeout_s": 0.3}
+FAST = {"connect_timeout_s": 1, "patience_s": 1, "read_timeout_s": 1.5}
 
 
 def test_a_killed_redis_fails_at_once_and_its_return_is_noticed(open_driver, start_redis):
@@ -69,7 +69,9 @@ def test_a_frozen_redis_hangs_no_task_and_comes_back(open_driver, redis_server):
     try:
         began = time.monotonic()
         assert driver.load(*objects) == [False] * 100
-        assert time.monotonic() - began < 5  # one timeout for all, not one for each
+        assert (
+            time.monotonic() - began < 20
+        )  # one timeout for all, not one for each, which would be 100
         assert not driver.status("is_healthy")
         assert driver.lookup([key_of(1)]) == [False]
         assert not driver.store((key_of(1), 1000))
@@ -82,7 +84,7 @@ def test_a_frozen_redis_hangs_no_task_and_comes_back(open_driver, redis_server):
 def test_a_silent_redis_costs_readers_its_patience_once_and_writers_nothing(
     open_driver, redis_server
 ):
-    driver = open_driver(redis_server.url, patience_s=0.2, read_timeout_s=60)
+    driver = open_driver(redis_server.url, patience_s=1, read_timeout_s=60)
     objects = [(key_of(i), 1000) for i in range(100)]
     driver.store(*objects)
     redis_server.pause()
@@ -94,7 +96,7 @@ def test_a_silent_redis_costs_readers_its_patience_once_and_writers_nothing(
     for _ in range(100):
         assert driver.load(*objects) == [False] * 100
         assert driver.lookup([key_of(1)]) == [False]
-    assert time.monotonic() - began < 10  # a hundred times the patience would be 20
+    assert time.monotonic() - began < 20  # a hundred times the patience would be 100
     assert {why for _, why in driver.listener.missed} == {Miss.AWAY}
     redis_server.resume()
     driver.until_healthy()
