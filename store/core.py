@@ -98,19 +98,7 @@ class Store:
             max_blocks=config.index_bytes // INDEX_BLOCK_BYTES,
             digest_key=self._digest_key,
         )
-        self.tiers = Tiers(
-            Pool(
-                _identity(config.listen),
-                config.pool_bytes,
-                _shared_memory(config),
-                config.access_gid,
-            ),
-            redis=redis_tier(config),
-            bulk=bulk_tiers(config),
-            on_redis_stored=self.catalog.redis.stored,
-            on_redis_failed=self.catalog.redis.failed,
-            gate=UrgentGate(clock=clock),
-        )
+        self.tiers = _tiers(config, self.catalog, clock)
         self.catalog.attach(self.tiers)
         self.client_names = ClientNames(scoped=config.token_file is not None)
         self.streams = Abandoned()
@@ -121,11 +109,7 @@ class Store:
             self.catalog,
             self.tiers,
             damage=self._damage,
-            limits=PinLimits(
-                config.fetch_window_bytes,
-                config.fetch_ahead_windows,
-                leased_bytes=int(self.tiers.pool_bytes * config.leased_share),
-            ),
+            limits=_pin_limits(config, self.tiers.pool_bytes),
             timeout_s=config.tier_timeout_s,
             before_rows=before_rows,
         )
@@ -336,6 +320,29 @@ class Store:
         if epochs is None:
             return None
         return Refill(self.catalog, self.tiers, epochs, self.admin.redis_lost, self._clock)
+
+
+def _tiers(config: StoreConfig, catalog: Catalog, clock: Callable[[], float]) -> Tiers:
+    """The pool and what is behind it, which tells the catalog what got there."""
+    pool = Pool(
+        _identity(config.listen), config.pool_bytes, _shared_memory(config), config.access_gid
+    )
+    return Tiers(
+        pool,
+        redis=redis_tier(config),
+        bulk=bulk_tiers(config),
+        on_redis_stored=catalog.redis.stored,
+        on_redis_failed=catalog.redis.failed,
+        gate=UrgentGate(clock=clock),
+    )
+
+
+def _pin_limits(config: StoreConfig, pool_bytes: int) -> PinLimits:
+    return PinLimits(
+        config.fetch_window_bytes,
+        config.fetch_ahead_windows,
+        leased_bytes=int(pool_bytes * config.leased_share),
+    )
 
 
 def _shared_memory(config: StoreConfig) -> SharedMemory:
