@@ -92,18 +92,19 @@ class Refill:
         """One pass over all that Redis should have; whether no other is needed.
 
         Another one finds out whether what this one has written is there, and what was on its way
-        when Redis lost the rest.
+        when Redis lost the rest. What a server has that does not answer is left for later.
         """
-        missing, written = 0, 0
+        missing, written, silent = 0, 0, set[int]()
         for records in self._due():
             homes = self._catalog.redis.homes(records)
             some = [(r, home) for r, home in homes if self._lost & self._servers(r, home)]
             there = self._tiers.exist([r.name for r, _ in some])
-            if closing.is_set() or None in there:
+            if closing.is_set():
                 return False
             answers = list(zip(some, there, strict=True))
             self._tell_again([one for one, is_there in answers if is_there])
-            gone = [one for one, is_there in answers if not is_there]
+            gone = [one for one, is_there in answers if is_there is False]
+            silent |= {self._payload_server(r) for (r, _), found in answers if found is None}
             missing += sum(record.in_cpu for record, _ in gone)
             written += self._write(gone)
         self._written += written
@@ -114,7 +115,8 @@ class Refill:
         if self._unsettled:
             self._unsettled, self._next_s = False, self._clock() + _SETTLED_S
             return False
-        return True
+        self._lost &= silent
+        return not self._lost
 
     def _due(self) -> Iterator[Sequence[Record]]:
         """What Redis should have, some at a time: of memory what was used last, then the rest."""
@@ -146,21 +148,25 @@ class Refill:
     def _tell_again(self, there: Sequence[tuple[Record, Block]]) -> None:
         """Commits what is there all the same, since another server was to say so, or we were."""
         untold = [
-            one
-            for one in there
-            if not one[0].in_redis or self._payload_server(one[0]) not in self._lost
+            (record, home)
+            for record, home in there
+            if not record.in_redis
+            or self._lost & self._servers(record, home) - {self._payload_server(record)}
         ]
         self._catalog.redis.stored(self._catalog.redis.expect(untold))
 
     def _write(self, gone: Sequence[tuple[Record, Block]]) -> int:
         """Writes what is in memory, and forgets the rest; returns how many Redis has taken."""
+        here = [one for one in gone if one[0].in_cpu]
         elsewhere = [one for one in gone if not one[0].in_cpu]
         if self._tiers.has_bulk:  # which may have it
             self._catalog.redis.stored(self._catalog.redis.expect(elsewhere))
         else:
             self._catalog.redis.lost([record for record, _ in elsewhere])
+        # Till it is told of again, too: the server that is to say so may be another, and away.
+        self._catalog.redis.lost([record for record, _ in here])
         written = 0
-        for batch in _batches([one for one in gone if one[0].in_cpu]):
+        for batch in _batches(here):
             sizes = {record.name: record.size for record, _ in batch}
             wanted = self._catalog.redis.expect(batch)
             written += sum(self._tiers.write_again([(name, sizes[name]) for name in wanted]))
