@@ -18,6 +18,7 @@ import grpc
 
 from tailreplay.connector.lane_socket import LaneSocket
 from tailreplay.connector.lane_stream import LaneStream
+from tailreplay.connector.segment import Segment
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.errors import StoreUnavailable
 from tailreplay.store.lane_wire import (
@@ -67,7 +68,7 @@ class Lanes:
         self._lock = threading.Lock()
         self._idle: list[LaneSocket] = []
         self._retry_at_s = 0.0
-        self._segment: tuple[tuple[int, int], mmap.mmap] | None = None
+        self._mapped: tuple[tuple[int, int], mmap.mmap] | None = None
         self._closed = False
 
     def take(self) -> LaneSocket | None:
@@ -109,6 +110,8 @@ class Lanes:
             return None
         try:
             lane.sock.settimeout(timeout_s)
+            if lane.segment is not None:
+                lane.segment.lock()
             lane.request(Request.FETCH, request, PLACED if lane.segment is not None else 0)
         except OSError:
             lane.close()
@@ -143,6 +146,7 @@ class Lanes:
         """Closes the idle lanes; those in use are closed when they are given back."""
         with self._lock:
             idle, self._idle, self._closed = self._idle, [], True
+            self._mapped = None
         for lane in idle:
             lane.close()
 
@@ -153,11 +157,12 @@ class Lanes:
             return None
         try:
             answer = self._open_lane()
-            return LaneSocket(self._greet(answer), self._map(answer))
+            return LaneSocket(self._greet(answer), self._segment_of(answer))
         except (grpc.RpcError, OSError, StoreUnavailable) as error:
             logger.debug("no data lane to %s, gRPC instead: %s", self._address, error)
             with self._lock:
                 self._retry_at_s = time.monotonic() + _RETRY_S
+                self._mapped = None  # of a store that may be gone; the next one's is another
             return None
 
     def _greet(self, answer: pb.OpenLaneResponse) -> socket.socket:
@@ -175,22 +180,26 @@ class Lanes:
             return self._address.rpartition(":")[0] + given
         return given
 
-    def _map(self, answer: pb.OpenLaneResponse) -> mmap.mmap | None:
+    def _segment_of(self, answer: pb.OpenLaneResponse) -> Segment | None:
         """The store's segment, where a Unix socket says that it is this machine's."""
         if not self._address.startswith("unix:"):
             return None
         try:
-            fd = os.open(answer.segment, os.O_RDONLY | os.O_CLOEXEC)
+            file = open(answer.segment, "rb", buffering=0)  # noqa: SIM115 - the segment's to close
         except OSError:
             return None
         try:
-            stat = os.fstat(fd)
-            with self._lock:
-                if self._segment is None or self._segment[0] != (stat.st_dev, stat.st_ino):
-                    mapped = mmap.mmap(
-                        fd, stat.st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ
-                    )
-                    self._segment = ((stat.st_dev, stat.st_ino), mapped)
-                return self._segment[1]
-        finally:
-            os.close(fd)
+            return Segment(file, self._map(file.fileno()))
+        except (OSError, ValueError):  # no memory for it, or a successor just makes its own
+            file.close()
+            return None
+
+    def _map(self, fd: int) -> mmap.mmap:
+        """All of a segment, mapped once for all lanes."""
+        stat = os.fstat(fd)
+        key = stat.st_dev, stat.st_ino
+        with self._lock:
+            if self._mapped is None or self._mapped[0] != key:
+                flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+                self._mapped = key, mmap.mmap(fd, stat.st_size, flags, mmap.PROT_READ)
+            return self._mapped[1]

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from tailreplay.connector.put_frames import ObjectBytes
+    from tailreplay.connector.segment import Segment
 
 _MAX_ERROR_BYTES = 1 << 16
 _MAX_ANSWER_BYTES = 1 << 16
@@ -46,14 +47,14 @@ class LaneSocket:
 
     Args:
         sock: greeted, owned from now on.
-        segment: as the attribute.
+        segment: as the attribute, owned from now on.
 
     Attributes:
         sock: as given.
         segment: the store's shared memory, read-only; None where it is another machine's.
     """
 
-    def __init__(self, sock: socket.socket, segment: mmap.mmap | None) -> None:
+    def __init__(self, sock: socket.socket, segment: Segment | None) -> None:
         self.sock = sock
         self.segment = segment
         # Read, and not looked at yet; nothing once a request is over.
@@ -185,3 +186,5 @@ class LaneSocket:
         """Closes it; a thread that waits on it wakes up."""
         hang_up(self.sock)
         self.sock.close()
+        if self.segment is not None:
+            self.segment.close()

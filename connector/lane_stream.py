@@ -79,6 +79,8 @@ class LaneStream:
         if self._let_go():
             self._lane.close()
         else:
+            if self._lane.segment is not None:
+                self._lane.segment.unlock()
             self._lanes.give_back(self._lane)
 
     def _let_go(self) -> bool:
@@ -95,7 +97,7 @@ class LaneStream:
             self._cancelled = True
             hang_up(self._lane.sock)
             if not self._is_read:
-                self._lane.sock.close()
+                self._lane.close()
 
     def stalled(self) -> None:
         """Counts against the store that nothing has come for too long."""
@@ -126,7 +128,7 @@ class LaneStream:
 
     def _copy(self, record: LaneRecord, rows: npt.NDArray[np.uint8]) -> None:
         """Copies placed rows; they count once their range has ended on a lane that is open."""
-        segment = self._lane.segment
+        segment = self._lane.segment.memory if self._lane.segment is not None else None
         unit_bytes = record.rows * record.row_bytes
         end = record.offset + (record.units - 1) * record.stride + unit_bytes
         if segment is None or end > len(segment) or record.stride < unit_bytes:
@@ -140,7 +142,8 @@ class LaneStream:
         """Placed rows that were copied so far were pinned all the while, or this raises.
 
         The store closes the lane before it gives a pin back, so a lane that is open after the
-        copying means that nothing was overwritten under it.
+        copying means that nothing was overwritten under it. A store that is killed gives nothing
+        back: its successor does, and not while the segment is locked.
         """
         if self._lane.segment is not None and self._lane.is_closed():
             raise StoreUnavailable("the store took its memory back while it was read")

@@ -6,9 +6,12 @@ import errno
 import fcntl
 import hashlib
 import logging
+import mmap
 import os
+import stat
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -23,8 +26,15 @@ MAX_SHARE = 0.75
 _PREFIX = "lmcache_l1_pool_tailreplay_"
 """LMCache puts `lmcache_l1_pool_` in front of every other name."""
 
-_SWEEP_S = 1.0
-"""Most that another store's look at a lock takes, however busy the machine."""
+_SECOND = ".kept"
+"""Of the segment's second name. The first goes with a process that is killed (Python's tracker of
+shared memory sees to that), and what has no name could not be opened and given back.
+"""
+
+_READ_S = 0.5
+"""Most that a reader of a dead store's memory is waited for; it has lost its lane."""
+_SWEEP_S = 2.0
+"""Most that another store's look at a lock takes, and such a wait, however busy the machine."""
 _PAUSE_S = 0.01
 
 MIN_POOL_BYTES = 1 << 20
@@ -92,7 +102,7 @@ class ShmPool:
         Raises:
             LimitExceeded: not even `least_bytes` fit.
         """
-        self.path.unlink(missing_ok=True)  # left by a killed store; we hold its lock
+        _remove(self.path)  # left by a killed store; we hold its lock
         size_bytes = affordable_bytes(wanted_bytes, _free_bytes())
         while size_bytes >= least_bytes:
             pool = construct(size_bytes)
@@ -104,6 +114,7 @@ class ShmPool:
                         size_bytes,
                         SHM_DIR,
                     )
+                os.link(self.path, self.path.with_suffix(_SECOND))
                 return pool, size_bytes
             pool.close()
             size_bytes = affordable_bytes(size_bytes, size_bytes)
@@ -113,8 +124,9 @@ class ShmPool:
         )
 
     def close(self) -> None:
-        """Give the name up. The segment itself goes with what `build` constructed."""
+        """Give the name up, and the memory of what `build` constructed, which is closed by now."""
         if self._lock_fd >= 0:
+            _remove(self.path)
             self._lock_path.unlink(missing_ok=True)
             os.close(self._lock_fd)
             self._lock_fd = -1
@@ -129,12 +141,43 @@ def _sweep() -> None:
             continue  # gone by now, or another user's
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            lock_path.with_suffix("").unlink(missing_ok=True)
+            _remove(lock_path.with_suffix(""))
             lock_path.unlink(missing_ok=True)
         except OSError:
             continue  # a running store's
         finally:
             os.close(fd)
+
+
+def _remove(path: Path) -> None:
+    """Removes a dead store's segment, and gives its memory back though engines have it mapped.
+
+    A lane that is open tells a reader that what it copied was pinned, and the sockets of a process
+    that is killed may close after its lock of the name. So readers lock the segment before they
+    ask, and while one of them has it, its memory is left to them.
+    """
+    path.unlink(missing_ok=True)
+    second = path.with_suffix(_SECOND)
+    with suppress(OSError):  # gone by now, or another user's
+        fd = os.open(second, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            if _is_own(fd) and _locked(fd, _READ_S):
+                _empty(fd)
+        finally:
+            os.close(fd)
+    second.unlink(missing_ok=True)
+
+
+def _is_own(fd: int) -> bool:
+    """Whether a store of this user made it, and it has no other name: SHM_DIR is everybody's."""
+    found = os.fstat(fd)
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 1
+
+
+def _empty(fd: int) -> None:
+    """Gives a segment's memory back. It keeps its size: who reads it finds zeros, not SIGBUS."""
+    with suppress(ValueError), mmap.mmap(fd, 0) as memory:  # a ValueError where it has no size yet
+        memory.madvise(mmap.MADV_REMOVE)
 
 
 def _reserve(path: Path, size_bytes: int) -> bool:
@@ -158,7 +201,7 @@ def _lock(path: Path, identity: str) -> int:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:  # another user's, for one
             raise StoreUnavailable(f"{path} can not be locked: {error.strerror}") from error
-        if not _locked(fd):
+        if not _locked(fd, _SWEEP_S):
             os.close(fd)
             raise StoreUnavailable(
                 f"a store with identity {identity!r} is already running: {path} is locked"
@@ -169,9 +212,9 @@ def _lock(path: Path, identity: str) -> int:
         os.close(fd)
 
 
-def _locked(fd: int) -> bool:
+def _locked(fd: int, most_s: float) -> bool:
     """Takes a lock; False when its owner keeps it, and does not just look whether it has one."""
-    end_s = time.monotonic() + _SWEEP_S
+    end_s = time.monotonic() + most_s
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -184,5 +227,5 @@ def _locked(fd: int) -> bool:
 
 
 def _free_bytes() -> int:
-    stat = os.statvfs(SHM_DIR)
-    return stat.f_bavail * stat.f_frsize
+    found = os.statvfs(SHM_DIR)
+    return found.f_bavail * found.f_frsize

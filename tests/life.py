@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import BinaryIO
 
 from lane_objects import WAIT_S, fetch, put, rows_of
 from store_objects import Prefix, span_range
@@ -20,6 +21,7 @@ from tailreplay.store.shm_pool import SHM_DIR, pool_name
 
 PREFIX = Prefix(bytes(range(32)), range(1, 701))
 RANGE = span_range(Kind.KV, 0, 613)
+POOL_BYTES = 64 << 20
 BACK_S = 20.0
 """Longest time until hits are back."""
 
@@ -36,17 +38,25 @@ class LivingStore:
         self.address = f"unix://{folder}/store.sock"
         self._folder, self._redis_url = folder, redis_url
         self.process: Process
+        self._open_segments: list[BinaryIO] = []
         self.start()
         self.client = StoreClient(self.address, match_timeout_s=WAIT_S, call_timeout_s=WAIT_S)
 
     def start(self) -> None:
-        self.process = start_store(self.address, self._redis_url, 64 << 20, self._folder)
+        self.process = start_store(self.address, self._redis_url, POOL_BYTES, self._folder)
+        # An open file keeps its memory, as the mapping of an idle engine does.
+        self._open_segments.append((SHM_DIR / pool_name(self.address)).open("rb", buffering=0))
 
     @property
     def segments(self) -> list[str]:
         """Its files in shared memory."""
         stem = pool_name(self.address)
         return sorted(p.suffix for p in SHM_DIR.glob(f"{stem}*"))
+
+    @property
+    def held_bytes(self) -> list[int]:
+        """Memory of its segments, of all its lives, oldest first."""
+        return [os.fstat(file.fileno()).st_blocks * 512 for file in self._open_segments]
 
     def halted(self, what: str, prefix: Prefix = PREFIX) -> subprocess.Popen[str]:
         """A reader ("fetch") or writer ("put") that has halted half way; a line lets it go on."""
@@ -77,12 +87,16 @@ class LivingStore:
         until(lambda: not self.client.stats().pinned_bytes, BACK_S)
         until(lambda: not self.client.stats().leases, BACK_S)
         assert time.monotonic() - since_s < 2 * BACK_S
-        assert self.segments == ["", ".lock"]
+        assert self.segments == ["", ".kept", ".lock"]
+        assert self.held_bytes == [*[0] * (len(self._open_segments) - 1), POOL_BYTES]
         used = self.client.stats().pool_used_bytes
         fresh = Prefix(os.urandom(32), PREFIX.ids)
         assert put(self.client, fresh).stored == len(fresh.spans())
         until(lambda: self.client.stats().pool_used_bytes > used)
 
     def close(self) -> None:
-        self.client.close()
         self.process.stop()
+        assert (self.segments, sum(self.held_bytes)) == ([], 0)
+        self.client.close()
+        for file in self._open_segments:
+            file.close()

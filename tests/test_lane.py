@@ -1,5 +1,6 @@
 """The data lane: rows and objects beside gRPC, over a real socket and through shared memory."""
 
+import fcntl
 import os
 import tempfile
 import threading
@@ -89,6 +90,61 @@ def test_placed_rows_are_not_sent_and_sent_rows_are_not_placed(address):
         lane = client._lanes.take()
         client._lanes.give_back(lane)
         assert (lane.segment is not None) == address.startswith("unix:")
+
+
+@pytest.mark.parametrize("end", ["read", "cancel", "close"])
+def test_the_segment_is_locked_while_it_is_read_and_free_while_the_engine_idles(end):
+    """Whoever gives a dead store's memory back wants it locked by nobody."""
+    with serve_in_thread() as server, StoreClient(server.address, match_timeout_s=WAIT_S) as client:
+        put(client)
+        shm_path = server.store.tiers.shm_path
+        leaf = client.match(PREFIX.namespace, PREFIX.tokens).leaf
+        stream = client.fetch(PREFIX.namespace, leaf, [SPANS["hidden"]], timeout_s=WAIT_S)
+        assert is_locked(shm_path)
+        if end == "cancel":
+            stream.cancel()
+        else:
+            steps = iter(stream)
+            next(steps)
+            assert is_locked(shm_path)
+            list(steps) if end == "read" else steps.close()
+        assert not is_locked(shm_path)
+        assert len(client._lanes._idle) == (end == "read")
+
+
+def is_locked(path):
+    """Whether anybody has a lock of a file."""
+    with open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def test_a_segment_whose_memory_is_given_back_is_not_read_and_not_waited_for():
+    with serve_in_thread() as server, StoreClient(server.address, match_timeout_s=WAIT_S) as client:
+        put(client)
+        with open(server.store.tiers.shm_path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            assert fetch(client, SPANS["hidden"])[0] == [rows_of(SPANS["hidden"])]  # over gRPC
+            assert client._lanes._idle == []
+
+
+def test_the_mapping_goes_once_the_store_is_gone():
+    with StoreClient(f"unix:///tmp/{os.getpid()}.sock") as client:
+        with serve_in_thread(listen=client.address) as server:
+            assert client.connect(WAIT_S)
+            name = os.path.basename(server.store.tiers.shm_path)
+            before = mappings_of(name)
+        assert client._lanes.take() is None
+        assert mappings_of(name) < before
+
+
+def mappings_of(name):
+    """How often this process has a segment mapped: the store, if it is one of its, and clients."""
+    with open("/proc/self/maps") as maps:
+        return sum(name in line for line in maps)
 
 
 def test_a_reader_that_may_not_map_the_pool_gets_its_rows_sent(monkeypatch):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import redis
 from lane_objects import WAIT_S, put
-from life import BACK_S, PREFIX, LivingStore
+from life import BACK_S, POOL_BYTES, PREFIX, LivingStore
 from redis_server import RedisServer
 from store_objects import Prefix
 from waiting import until
@@ -32,7 +32,6 @@ def store(folder, own_redis):
         store = LivingStore(folder, own_redis.url)
         yield store
         store.close()
-    assert store.segments == []
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +156,16 @@ def test_a_store_that_is_killed(store):
     assert store.client.describe().boot_id != boot_id
 
 
+def test_a_store_that_is_killed_keeps_no_memory_of_an_engine_that_idles(store):
+    """Nor is the next pool smaller for it: `store.client` has the old one mapped all the time."""
+    assert store.hits()
+    store.process.kill()
+    store.start()
+    assert store.held_bytes[-2:] == [0, POOL_BYTES]
+    assert store.client.stats().pool_bytes == POOL_BYTES
+    store.assert_well()
+
+
 def test_a_store_that_is_told_to_stop_lets_what_flows_end_and_takes_nothing_new(store):
     prefix, late = fresh(), fresh()
     reader = store.halted("fetch")
@@ -166,7 +175,7 @@ def test_a_store_that_is_told_to_stop_lets_what_flows_end_and_takes_nothing_new(
     out, _ = reader.communicate("\n")
     assert "more" in out
     assert store.process.child.wait(WAIT_S) == 0
-    assert store.segments == []
+    assert (store.segments, sum(store.held_bytes)) == ([], 0)
     store.start()
     store.assert_well(prefix)
 

@@ -1,6 +1,7 @@
 """The pool in shared memory that is too small for it: each time in a /dev/shm of its own."""
 
 import fcntl
+import mmap
 import os
 import shutil
 import subprocess
@@ -101,6 +102,8 @@ def test_memory_that_others_took_meanwhile_makes_the_pool_smaller_still():
         segment, size = pool.build(1 << 30, construct)
         print(size >> 20, os.stat(segment.path).st_blocks * 512 == size)
         segment.close()
+        pool.close()
+        pool = ShmPool("raced")
 
         with open("/dev/shm/more", "wb") as file:
             os.posix_fallocate(file.fileno(), 0, 31 << 20)
@@ -135,6 +138,68 @@ def test_what_a_killed_store_left_goes_when_another_starts_and_what_lives_stays(
     finally:
         alive.path.unlink()
         alive.close()
+
+
+def test_memory_that_a_killed_store_left_is_given_back_though_it_is_mapped():
+    left = left_by_a_killed_store(own("mapped"))
+    with left.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as engine:
+        ShmPool(own("next")).close()
+        assert not list(SHM_DIR.glob(f"{left.stem}*"))
+        assert os.fstat(file.fileno()).st_blocks == 0
+        assert engine[:] == bytes(MIB)  # and no SIGBUS
+
+
+def test_memory_that_is_being_read_is_left_to_its_reader():
+    """A reader whose lane has not been closed yet would take zeros for its rows."""
+    left = left_by_a_killed_store(own("read"))
+    with left.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as engine:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        ShmPool(own("next")).close()
+        assert not left.exists()
+        assert engine[:] == b"x" * MIB
+
+
+@pytest.mark.parametrize("link", ["symlink_to", "hardlink_to"])
+def test_another_file_under_a_segments_name_is_not_emptied(tmp_path, link):
+    """Anybody may put a link into shared memory; a symbolic one leads anywhere."""
+    victim = (SHM_DIR if link == "hardlink_to" else tmp_path) / f"victim-{os.getpid()}"
+    victim.write_bytes(b"x" * MIB)
+    left = (SHM_DIR / pool_name(own("link"))).with_suffix(".kept")
+    try:
+        getattr(left, link)(victim)
+        left.with_suffix(".lock").touch()
+        ShmPool(own("next")).close()
+        assert not left.exists()
+        assert victim.read_bytes() == b"x" * MIB
+    finally:
+        victim.unlink()
+
+
+def test_memory_goes_with_its_store_though_an_engine_has_it_mapped():
+    pool = ShmPool(own("stops"))
+
+    class Made:
+        def close(self):
+            pool.path.unlink()
+
+    def construct(size):
+        pool.path.write_bytes(b"x" * size)
+        return Made()
+
+    made, _ = pool.build(MIB, construct)
+    with pool.path.open("rb") as file:
+        made.close()
+        assert os.fstat(file.fileno()).st_blocks * 512 == MIB
+        pool.close()
+        assert os.fstat(file.fileno()).st_blocks == 0
+
+
+def left_by_a_killed_store(name: str) -> Path:
+    """Its segment, with memory, under its second name; the kernel has dropped its lock."""
+    left = (SHM_DIR / pool_name(name)).with_suffix(".kept")
+    left.write_bytes(b"x" * MIB)
+    left.with_suffix(".lock").touch()
+    return left
 
 
 def test_a_lock_that_can_not_be_opened_is_named():

@@ -174,7 +174,8 @@ def test_who_asks_for_many_tickets_loses_its_own(clock):
 def test_lanes_close_with_the_store_whatever_their_clients_do(servers):
     with serving(servers, stall_limit_s=60) as (server, client):
         socks = [connect(where(server), WAIT_S) for _ in range(5)]
-        socks += [client._lanes.take().sock for _ in range(3)]
+        lanes = [client._lanes.take() for _ in range(3)]
+        socks += [lane.sock for lane in lanes]
         socks[-1].sendall(b"\x01")
         started = time.monotonic()
         server._lane.close()
@@ -182,3 +183,5 @@ def test_lanes_close_with_the_store_whatever_their_clients_do(servers):
         for sock in socks:
             assert is_over(sock)
             sock.close()
+        for lane in lanes:
+            lane.close()
