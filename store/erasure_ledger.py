@@ -4,35 +4,35 @@ Tables beside those of `ledger.py`:
 
     key                 field        value
     a:stores            store        empty
-    a:erasures:<day>    erasure id   what is to be erased (`Erasure`)
+    a:erasures          erasure id   what is to be erased (`Erasure`)
     a:erased:<id>       store        what it has erased (`Erased`); `done` once nobody waits
 
-A store lives as long as its key a:store:<id> does, which it writes again each second. Erasures are
-kept for two days, so that a store that has not reached Redis for a while does not miss one.
+A store lives as long as its key a:store:<id> does, which it writes again each second. An erasure is
+kept for two days, so that a store that has not reached Redis for a while does not miss one: for as
+long as its key a:erasure:<id> lives, and until another is asked for, or none was for two days. That
+goes by Redis' clock alone; stores may be days apart.
 """
 
 from __future__ import annotations
 
 import secrets
 import struct
-import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.eraser import Erased
 from tailreplay.store.namespace import NAMESPACE_BYTES, TENANT_BYTES
 from tailreplay.store.objects import Kind
+from tailreplay.store.redis_entries import RedisEntries
 from tailreplay.store.tier_bytes import tier_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tailreplay.store.redis_tables import RedisTables
 
 _STORES = b"stores"
+_ERASURES = b"erasures"
 _DONE = b"done"
-_DAY_S = 24 * 3600
-_DAYS = 2
+_LIFE_S = 2 * 24 * 3600
 _ANSWER_LIFE_S = 3600
 _ALIVE_MS = 5000
 _ID_BYTES = 16
@@ -65,17 +65,14 @@ class ErasureLedger:
     Args:
         tables: where they are; its owner closes it.
         store_id: tells this store from others.
-        wall: seconds since the epoch.
 
     All methods raise StoreUnavailable when Redis does not answer.
     """
 
-    def __init__(
-        self, tables: RedisTables, store_id: bytes, wall: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, tables: RedisTables, store_id: bytes) -> None:
         self._tables = tables
         self._store_id = store_id
-        self._wall = wall
+        self._young = RedisEntries(tables, b"erasure", _LIFE_S)
 
     def live(self) -> None:
         """Says that this store lives."""
@@ -100,12 +97,14 @@ class ErasureLedger:
         body = _HEAD.pack(erasure.tenant, erasure.block) + b"".join(erasure.namespaces)
         if erasure.clears:
             body += bytes([_CLEARS | _EVERYTHING * erasure.everything])
-        self._tables.write(self._days()[0], {erasure_id: body}, _DAYS * _DAY_S)
+        self._forget_old()
+        self._young.write({erasure_id: b""})  # first, or it might be forgotten as an old one
+        self._tables.write(_ERASURES, {erasure_id: body}, _LIFE_S)
 
     def asked(self) -> dict[bytes, Erasure]:
         """What was asked for lately, by id."""
-        found = {i: body for day in self._days() for i, body in self._tables.all(day).items()}
-        return {i: _erasure(body) for i, body in found.items() if len(body) >= _HEAD.size}
+        found = self._tables.all(_ERASURES).items()
+        return {i: _erasure(body) for i, body in found if len(body) >= _HEAD.size}
 
     def answer(self, erasure_id: bytes, done: Erased) -> bool:
         """Says what this store has erased; returns whether anybody has waited for it."""
@@ -122,7 +121,7 @@ class ErasureLedger:
 
     def close(self, erasure_id: bytes) -> None:
         """Says that nobody waits for answers any more: who comes late deletes in Redis itself."""
-        self._tables.write(_answers(erasure_id), {_DONE: b""}, _DAYS * _DAY_S)
+        self._tables.write(_answers(erasure_id), {_DONE: b""}, _LIFE_S)
 
     def _is_alive(self, store: bytes) -> bool:
         return bool(self._tables.run(lambda: self._tables.client.exists(self._alive_key(store))))
@@ -130,9 +129,9 @@ class ErasureLedger:
     def _alive_key(self, store: bytes) -> bytes:
         return self._tables.key(b"store:" + store)
 
-    def _days(self) -> list[bytes]:
-        today = int(self._wall() // _DAY_S)
-        return [b"erasures:%d" % (today - ago) for ago in range(_DAYS)]
+    def _forget_old(self) -> None:
+        known = self._tables.all(_ERASURES).keys()
+        self._tables.delete(_ERASURES, known - self._young.read(known).keys())
 
 
 def new_erasure_id() -> bytes:

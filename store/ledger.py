@@ -4,27 +4,29 @@ Stores that share a Redis share it; of several servers one has it. Hashes, each 
 manifest's:
 
     key             field       value
-    a:owners:<day>  namespace   tenant digest, 16 bytes
-    a:names:<day>   namespace   what clients call it, 40 bytes, masked
     a:limits        tenant      limit in the CPU tier, limit in Redis, bytes; all ones = none
     a:modes         tenant      mode
     a:public        prefix      namespace, when it was made public, s since the epoch
                     hash
 
-What a public prefix consists of is in a string beside that, a:public:<prefix hash>: names of its
-blocks, 32 bytes each, sealed likewise.
+and strings, sealed likewise:
 
-Owners and names are written anew each day (since the epoch, by stores' clocks) while there is
-something of theirs, and a day's hash lives three: longer than any payload that nobody asks for. No
-tenants' names and no salts are in it, and no tokens; what clients call a namespace is masked, since
-who knows it can test guesses of whole prefixes by their names.
+    key                     value
+    a:owner:<namespace>     tenant digest, 16 bytes
+    a:name:<namespace>      what clients call it, 40 bytes, masked
+    a:public:<prefix hash>  what a public prefix consists of: names of its blocks, 32 bytes each
+
+Owners and names live three days by Redis' clock, longer than a payload that nobody asks for, and
+are written anew each day while there is something of theirs. Nobody's time of day says where they
+are, so a store finds them whose clock was stepped, or is days off another's. No tenants' names and
+no salts are in it, and no tokens; what clients call a namespace is masked, since who knows it can
+test guesses of whole prefixes by their names.
 """
 
 from __future__ import annotations
 
 import logging
 import struct
-import time
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
@@ -34,9 +36,10 @@ from tailreplay.store.manifest_sweep import sweep
 from tailreplay.store.namespace import NAMESPACE_BYTES, TENANT_BYTES
 from tailreplay.store.public_prefixes import PublicPrefix
 from tailreplay.store.quota import NO_LIMITS, Limits
+from tailreplay.store.redis_entries import RedisEntries
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping
 
     from tailreplay.store.redis_tables import RedisTables
 
@@ -45,8 +48,10 @@ logger = logging.getLogger(__name__)
 _LIMITS = struct.Struct("<QQ")
 _NONE = (1 << 64) - 1
 _SCAN_COUNT = 1000
-_DAY_S = 24 * 3600
-_OWNER_DAYS = 3
+WRITTEN_EVERY_S = 24 * 3600.0
+"""After which owners and names are written anew."""
+
+_LIFE_S = 3 * WRITTEN_EVERY_S
 _CHECK_BYTES = 8
 _MASK_CONTEXT = "tailreplay client name mask v1"
 _FEW = 8
@@ -60,82 +65,50 @@ class Ledger:
 
     Args:
         tables: where they are.
-        wall: seconds since the epoch.
         secret: that of the running digests; who does not have it can not read names.
 
     All methods raise StoreUnavailable when Redis does not answer.
     """
 
-    def __init__(
-        self, tables: RedisTables, wall: Callable[[], float] = time.time, secret: bytes = b""
-    ) -> None:
+    def __init__(self, tables: RedisTables, secret: bytes = b"") -> None:
         self._tables = tables
-        self._wall = wall
+        self._owners = RedisEntries(tables, b"owner", _LIFE_S)
+        self._names = RedisEntries(tables, b"name", _LIFE_S)
         self._secret = secret
 
-    @property
-    def day(self) -> int:
-        """Which day's owners are written now."""
-        return int(self._wall() // _DAY_S)
-
-    def owners_of(self, namespaces: Sequence[bytes]) -> dict[bytes, bytes]:
+    def owners_of(self, namespaces: Iterable[bytes]) -> dict[bytes, bytes]:
         """Tenants of those namespaces that have one."""
-        return self._looked_up(self._owner_tables(), namespaces, TENANT_BYTES)
+        found = self._owners.read(namespaces)
+        return {space: tenant for space, tenant in found.items() if len(tenant) == TENANT_BYTES}
 
-    def names_of(self, namespaces: Sequence[bytes]) -> dict[bytes, bytes]:
+    def names_of(self, namespaces: Iterable[bytes]) -> dict[bytes, bytes]:
         """What clients call namespaces, as far as anybody has said so."""
+        found = self._names.read(namespaces).items()
         size = NAMESPACE_BYTES + _CHECK_BYTES
-        found = self._looked_up(self._by_day(b"names"), namespaces, size)
-        names = {space: self._masked(space, said) for space, said in found.items()}
+        names = {space: self._masked(space, said) for space, said in found if len(said) == size}
         return {s: n[:NAMESPACE_BYTES] for s, n in names.items() if n == _checked(n)}
 
     def name(self, names: Mapping[bytes, bytes]) -> None:
-        """Writes what clients call namespaces, for today."""
-        masked = {space: self._masked(space, _checked(name)) for space, name in names.items()}
-        self._tables.write(self._by_day(b"names")[0], masked, _OWNER_DAYS * _DAY_S)
+        """Writes what clients call namespaces."""
+        self._names.write({s: self._masked(s, _checked(name)) for s, name in names.items()})
 
     def _masked(self, namespace: bytes, name: bytes) -> bytes:
         """A name that only those can read who have the secret; and back again."""
         hasher = blake3(self._secret + namespace, derive_key_context=_MASK_CONTEXT)
         return bytes(a ^ b for a, b in zip(name, hasher.digest(len(name)), strict=True))
 
-    def _looked_up(
-        self, tables: Sequence[bytes], namespaces: Sequence[bytes], size: int
-    ) -> dict[bytes, bytes]:
-        """The latest values of namespaces in tables by day, those of a size."""
-        pipe = self._tables.client.pipeline(transaction=False)
-        for table in tables:
-            for space in namespaces:
-                pipe.hget(self._tables.key(table), space)
-        answers = iter(self._tables.run(pipe.execute))
-        found: dict[bytes, bytes] = {}
-        for table in tables:
-            for space, value in zip(namespaces, answers, strict=False):
-                tenant = self._tables.unsealed(table, space, value) if value is not None else None
-                if tenant is not None and len(tenant) == size:
-                    found.setdefault(space, tenant)
-        return found
-
     def namespaces_of(self, tenant: bytes) -> set[bytes]:
-        """All namespaces of a tenant."""
-        return {
-            space
-            for table in self._owner_tables()
-            for space, owner in self._tables.all(table).items()
-            if owner == tenant and len(space) == NAMESPACE_BYTES
-        }
+        """All namespaces of a tenant; scans all of one server."""
+        found = self._owners.all().items()
+        return {s for s, owner in found if owner == tenant and len(s) == NAMESPACE_BYTES}
 
     def own(self, owners: Mapping[bytes, bytes]) -> None:
-        """Writes tenants by namespace, for today."""
-        table = self._owner_tables()[0]
-        if owners:
-            self._tables.write(table, owners, _OWNER_DAYS * _DAY_S)
+        """Writes tenants by namespace."""
+        self._owners.write(owners)
 
     def disown(self, namespaces: Iterable[bytes]) -> None:
         """Takes namespaces out, which belong to nobody then."""
-        spaces = list(namespaces)
-        for table in self._owner_tables():
-            self._tables.delete(table, spaces)
+        self._owners.delete(namespaces)
 
     def limits(self) -> dict[bytes, Limits]:
         """Limits by tenant."""
@@ -267,13 +240,6 @@ class Ledger:
         space, added_at_s = _PUBLISHED.unpack(value)
         blocks = [names[at : at + len(name)] for at in range(0, len(names), len(name))]
         return PublicPrefix(space, tuple(blocks), added_at_s) if blocks[-1] == name else None
-
-    def _owner_tables(self) -> list[bytes]:
-        return self._by_day(b"owners")
-
-    def _by_day(self, what: bytes) -> list[bytes]:
-        """Tables of the days that are read, today's first."""
-        return [b"%s:%d" % (what, self.day - ago) for ago in range(_OWNER_DAYS)]
 
 
 def _checked(name: bytes) -> bytes:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, get_args
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import tokens as wire_tokens
 from tailreplay.store.errors import InvalidRequest, StoreUnavailable
+from tailreplay.store.ledger import WRITTEN_EVERY_S
 from tailreplay.store.namespace import checked_namespace, checked_tenant
 from tailreplay.store.operator_pins import OperatorPin, OperatorPins
 from tailreplay.store.prompt import Prompt
@@ -69,9 +70,9 @@ class Operators:
         self._read_at_s = -math.inf
         self._swept_at_s = clock()
         self._asked = 0
-        # Guarded by _lock: owners that Redis has, and the day of which.
+        # Guarded by _lock: owners that Redis was told, and until when that will do.
         self._lock = threading.Lock()
-        self._written: dict[bytes, tuple[bytes, int]] = {}
+        self._written: dict[bytes, tuple[bytes, float]] = {}
 
     def pin(self, request: pb.PinRequest) -> pb.PinInfo:
         """Keeps a prefix in the CPU tier.
@@ -216,13 +217,17 @@ class Operators:
             found = ledger.owners_of(unknown) if unknown else {}
             for space in unknown:
                 self._quotas.learn(space, found.get(space, NO_TENANT))
-            owners = self._quotas.owners().items()
-            day = ledger.day
-            news = {s: t for s, t in owners if s in spaces and self._written.get(s) != (t, day)}
+            owners, now_s = self._quotas.owners().items(), self._clock()
+            with self._lock:
+                written = {s: t for s, (t, until_s) in self._written.items() if now_s < until_s}
+            news = {s: t for s, t in owners if s in spaces and written.get(s) != t}
             ledger.own(news)
+            # Or what was erased meanwhile would be said to be there.
+            ledger.disown(space for space, t in news.items() if self._quotas.owner(space) != t)
             with self._lock:
                 kept = {s: said for s, said in self._written.items() if s in spaces}
-                self._written = kept | {s: (t, day) for s, t in news.items()}
+                until_s = now_s + WRITTEN_EVERY_S
+                self._written = kept | {s: (t, until_s) for s, t in news.items()}
         if self._clock() - self._swept_at_s >= _SWEEP_S:
             self._swept_at_s = self._clock()
             self._quotas.sweep(spaces)

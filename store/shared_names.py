@@ -8,6 +8,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from tailreplay.store.errors import StoreUnavailable
+from tailreplay.store.ledger import WRITTEN_EVERY_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,9 +48,9 @@ class SharedNames:
         # Touched by one thread at a time: when Redis was last told, and asked.
         self._told_at_s = -math.inf
         self._asked_at_s = -math.inf
-        # Guarded by _lock: what Redis was told, and on which day.
+        # Guarded by _lock: what Redis was told, and until when that will do.
         self._lock = threading.Lock()
-        self._told: dict[bytes, tuple[bytes, int]] = {}
+        self._told: dict[bytes, tuple[bytes, float]] = {}
 
     def ask(self) -> None:
         """Learns the names of namespaces that nobody has used here yet.
@@ -86,11 +87,13 @@ class SharedNames:
     def _tell(self) -> None:
         if self._ledger is None:
             return
-        names, day = self._names.all(), self._ledger.day
+        names, now_s = self._names.all(), self._clock()
         with self._lock:
-            told = self._told = {s: t for s, t in self._told.items() if s in names}
-            # A name that is the namespace's own is no news to anybody.
-            news = {s: n for s, n in names.items() if s != n and told.get(s) != (n, day)}
+            self._told = {s: told for s, told in self._told.items() if s in names}
+            known = {s: n for s, (n, until_s) in self._told.items() if now_s < until_s}
+        # A name that is the namespace's own is no news to anybody.
+        news = {s: n for s, n in names.items() if n not in (s, known.get(s))}
         self._ledger.name(news)
         with self._lock:
-            self._told |= {space: (sent, day) for space, sent in news.items()}
+            until_s = now_s + WRITTEN_EVERY_S
+            self._told |= {space: (sent, until_s) for space, sent in news.items()}

@@ -47,12 +47,13 @@ def tables(redis_server):
 
 @pytest.fixture
 def keys(redis_server):
-    """Keys in Redis that have anything of a namespace."""
+    """Keys in Redis that have anything of a namespace; whose it is is nothing of it."""
     with closing(redis.Redis.from_url(redis_server.url)) as raw:
 
         def keys(prefix: Prefix) -> list[bytes]:
             named = (prefix.namespace, prefix.namespace.hex().encode())
-            return [key for key in raw.keys("*") if any(name in key for name in named)]
+            stored = [key for key in raw.keys("*") if not key.startswith(b"tailreplay:a:")]
+            return [key for key in stored if any(name in key for name in named)]
 
         yield keys
 
@@ -120,7 +121,7 @@ def test_a_store_that_does_not_know_whose_it_has_read_is_told(stores, redis_serv
         until(lambda: reader.fetch(prefix, span_range(KV, 0, 1000)).ended == [0])
         with closing(redis.Redis.from_url(redis_server.url)) as raw:
             first.store.admin.operators.disown([])
-            raw.delete(*raw.keys("tailreplay:a:owners:*") or ["none"])
+            raw.delete(*raw.keys("tailreplay:a:owner:*") or ["none"])
             third.store.catalog.quotas.disown([prefix.namespace])
             answer = erase(operator)
         assert (answer.stores, answer.silent_stores, answer.namespaces) == (2, 0, 1)
@@ -407,6 +408,20 @@ def test_a_store_that_lives_no_more_is_not_asked(tables):
     tables.client.unlink(tables.key(b"store:dead"))  # its life is over
     assert asker.others() == set()
     assert tables.all(b"stores") == {}
+
+
+def test_an_erasure_is_known_for_two_days_of_redis_and_until_another(tables):
+    ledger = ErasureLedger(tables, b"one")
+    first, second, third = (new_erasure_id() for _ in range(3))
+    ledger.ask(first, Erasure(ACME, frozenset()))
+    ledger.ask(second, Erasure(ACME, frozenset()))
+    assert ledger.asked().keys() == {first, second}
+    two_days_ms = 2 * 24 * 3600 * 1000
+    for key in (b"erasures", b"erasure:" + second):
+        assert two_days_ms - 60_000 < tables.client.pttl(tables.key(key)) <= two_days_ms
+    tables.client.unlink(tables.key(b"erasure:" + first))  # its two days are over
+    ledger.ask(third, Erasure(ACME, frozenset()))
+    assert ledger.asked().keys() == {second, third}
 
 
 def test_an_answer_comes_through_redis_as_it_was(tables):
