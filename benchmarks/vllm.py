@@ -3,6 +3,7 @@
     python -P benchmarks/vllm.py --json
     python -P benchmarks/vllm.py --json --prompts 16 --pairs 4
     python -P benchmarks/vllm.py --json --only device_pool
+    python -P benchmarks/vllm.py --json --only late
 
 After one warm-up prompt of 2200 tokens come prompts that share its first 1600, then as many that
 share 1500 (the pattern users published in vllm#45238). The same prompts go to vLLM without a
@@ -17,8 +18,11 @@ prompts that share nothing, as median, quartiles and 95% interval of the median 
 pairs; what the store's own process uses is beside it. `overhead_decoding` is the same with answers
 of 64 tokens. `loaded_mib` is what was loaded, by tier. `device_pool`: a quarter of the prompts and
 the chat with the GPU tier (256 MiB) and without it, vLLM's own prefix caching off, then on;
-`ratios`: medians of interleaved pairs of 8 hits of 1600 tokens, with it over without. On a model so
-small everything that is not matrix multiplication weighs far more than on a real one.
+`ratios`: medians of interleaved pairs of 8 hits of 1600 tokens, with it over without. `late`:
+bursts of 8 prompts whose prefix is stored while the store's process stands still for a time, and
+how many of each are prefilled, by `match_grace_s`; `lookups`: bursts of 8 lookups alone for a
+minute, and how many are given up, beside whatever else runs on the machine. On a model so small
+everything that is not matrix multiplication weighs far more than on a real one.
 """
 
 from __future__ import annotations
@@ -39,12 +43,14 @@ sys.path.append(str(Path(__file__).resolve().parent))
 
 from vllm_engine import Engine
 from vllm_models import qwen35
+from vllm_parts.late import DEADLINE_S, GRACE_S, lookups, stopped
 from vllm_parts.measure import chat, overhead, pool_pairs, shared_prefix
 from vllm_parts.peers import MODES, lmcache_engine
 
+from tailreplay.connector.demo_processes import start_store
 from tailreplay.store import serve_in_thread
 
-PARTS = ("shared", "peers", "overhead", "device_pool")
+PARTS = ("shared", "peers", "overhead", "device_pool", "late")
 POOL_BYTES = 256 << 20
 
 
@@ -112,6 +118,21 @@ class Bench:
                 for size, engine in engines.items()
             } | {"ratios": pool_pairs(engines[POOL_BYTES], engines[0], self._pairs)}
         return result
+
+    def late(self) -> dict[str, Any]:
+        """With a store in a process of its own, which stands still when bursts come."""
+        folder = self._folder / "late"
+        folder.mkdir()
+        store = start_store(f"unix://{folder}/store.sock", None, POOL_BYTES, folder)
+        self._stack.callback(store.stop)
+        result: dict[str, Any] = {}
+        for grace_s in (0.0, GRACE_S):
+            connector = {"match_timeout_s": DEADLINE_S, "match_grace_s": grace_s}
+            connector |= {"tenant": str(grace_s)}
+            engine = self._engine(f"unix://{folder}/store.sock", connector=connector)
+            result[f"prefilled_with_{grace_s}_s"] = stopped(engine, store.child, self._pairs // 3)
+        result["lookups"] = lookups(f"unix://{folder}/store.sock", 60.0)
+        return {"late": result}
 
     @functools.cached_property
     def _ours(self) -> Engine:
