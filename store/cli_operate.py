@@ -77,12 +77,19 @@ def erase(
     tenant: Tenant,
     digest: Digest = False,
 ) -> None:
-    """Erase a tenant in all tiers, and count what is left; code 1 unless that is nothing."""
+    """Erase a tenant in all tiers, and count what is left; code 1 unless that is nothing.
+
+    Code 1 as well where no namespace of the tenant is known, so that nothing is proved.
+    """
     request = pb.EraseRequest(tenant=tenant_of(tenant, digest))
     answer = asked.admin("Erase", request)
     asked.write(plain(answer), cli_tables.removed)
     if is_left(answer):
         asked.deny("not all is erased, or a store did not say so: erase again")
+    elif not answer.namespaces:
+        asked.deny(
+            "no namespace of this tenant is known: nothing was erased, and nothing is proved"
+        )
 
 
 def _clear(asked: Asked, request: pb.ClearRequest) -> None:

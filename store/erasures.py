@@ -85,6 +85,17 @@ class Erasures:
             except StoreUnavailable as error:
                 logger.debug("others will wait for this store for a while: %s", error)
 
+    def known_of(self, tenant: bytes) -> frozenset[bytes]:
+        """Namespaces of a tenant that was erased or cleared in the last days.
+
+        Whose they were is known to nobody else by now.
+
+        Raises:
+            StoreUnavailable: Redis does not answer.
+        """
+        asked = self._ledger.asked().values() if self._ledger is not None else ()
+        return frozenset().union(*(one.namespaces for one in asked if one.tenant == tenant))
+
     def redis_lost(self) -> None:
         """Has what was asked for here asked again, for who has not heard of it before."""
         with self._lock:

@@ -9,6 +9,7 @@ from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.erasure_ledger import Erasure
 from tailreplay.store.errors import InvalidRequest, StoreUnavailable
 from tailreplay.store.namespace import checked_namespace, checked_tenant
+from tailreplay.store.quota import NO_TENANT
 from tailreplay.store.tier_bytes import tier_bytes
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class Forgetter:
         """
         tenant = checked_tenant(request.tenant)
         told = self._told(tenant)
-        known = told.union(self._quotas.namespaces(tenant))
+        known = told.union(self._quotas.namespaces(tenant), self._erased_before(tenant))
         try:
             # First, since a store that gets more of it meanwhile says so anew.
             self._operators.disown(told)
@@ -111,6 +112,24 @@ class Forgetter:
         done = self._eraser.drop(erasure.namespaces.union(own))
         self._operators.disown(own)
         return done
+
+    def _erased_before(self, tenant: bytes) -> set[bytes]:
+        """What was a tenant's when it was erased lately, and is no other's since.
+
+        So that who erases again, since somebody did not answer, has the same looked for.
+        """
+        try:
+            before = self._erasures.known_of(tenant)
+            owners = self._ledger.owners_of(before) if self._ledger is not None else {}
+        except StoreUnavailable as error:
+            logger.debug("what was erased before is not known: %s", error)
+            return set()
+        its_own = (NO_TENANT, tenant)
+        return {
+            space
+            for space in before
+            if owners.get(space, NO_TENANT) in its_own and self._quotas.owner(space) in its_own
+        }
 
     def _told(self, tenant: bytes) -> frozenset[bytes]:
         """What other stores have told Redis of a tenant's namespaces."""

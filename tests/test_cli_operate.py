@@ -188,12 +188,19 @@ def test_erase_proves_that_nothing_is_left(run, server, client, prefix):
         0,
     )
     assert client.match(prefix).matched_tokens == 0
+    client.put(prefix)
     assert "cpu_objects_left    0" in shown(server, "erase", name_of(prefix))
     client.put(prefix)
     block = object_bytes(GEOMETRY[KV], 256)
     held = server.store.tiers.pin([(prefix.name(KV, 256), block)], urgent=True, timeout_s=5)
     assert run("erase", name_of(prefix), code=1)["held_objects"] == 1
     server.store.tiers.unpin(held)
+
+
+def test_erase_of_a_tenant_of_whom_nothing_is_known_proves_nothing(server, prefix):
+    done = CliRunner().invoke(app, ["erase", "nobody", "--url", server.address])
+    assert done.exit_code == 1
+    assert "nothing is proved" in done.stderr
 
 
 def test_a_mode_is_set_and_taken_back(run, client, prefix):

@@ -108,6 +108,25 @@ def test_what_is_stored_after_an_erasure_is_the_tenants_again(stores, redis_serv
         assert not keys(prefix)
 
 
+def test_who_erases_again_has_the_same_looked_for(stores, tables, keys):
+    """Whose it was is forgotten with the first erasure, so the second one proved nothing."""
+    (_, writer), (_, operator) = stores
+    prefix, taken = prefix_of(ACME), prefix_of(ACME)
+    writer.put(prefix)
+    writer.put(taken)
+    assert erase(operator).namespaces == 2
+    raw = redis.Redis(connection_pool=tables.client.connection_pool)
+    left = tables.prefix + b"o:" + prefix.namespace.hex().encode() + b"|kv@left"
+    raw.set(left, b"as a store leaves it that did not answer")
+    other = Prefix(taken.namespace, taken.ids, tenant=tenant_digest("other"))
+    writer.put(other)
+    until(lambda: Ledger(tables).owners_of([other.namespace]))
+    answer = erase(operator)
+    assert (answer.namespaces, answer.redis_keys_deleted, answer.redis_keys_left) == (1, 1, 0)
+    assert not keys(prefix)
+    assert writer.match(other).matched_tokens == 1000
+
+
 def test_a_store_that_does_not_know_whose_it_has_read_is_told(stores, redis_server, keys):
     """One knows the tenant, another has the bytes, and the erasure is asked for at a third."""
     (first, writer), (_, operator) = stores
