@@ -6,6 +6,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING
 
+from tailreplay.store.census import Census
 from tailreplay.store.errors import StoreUnavailable
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Upkeep:
         self._leases = leases
         self._clock = clock
         self._closing = threading.Event()
+        self._census = Census(catalog, tiers, clock) if refill is not None else None
         # Apart, since all but the first may wait for Redis, and stalled streams must not.
         work = {"tick": self._tick, "keep-up": self._keep_up}
         self._refill = refill
@@ -116,6 +118,8 @@ class Upkeep:
         while not self._closing.wait(_KEEP_UP_EVERY_S):
             self._admin.tick()
             self._renew_used()
+            if self._census is not None:
+                self._census.tick()
             if self._clock() >= forget_at_s:
                 self._forget_expired()
                 self._admin.forget_names()
