@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blake3 import blake3
 
@@ -58,6 +58,20 @@ _FEW = 8
 """Namespaces for each of which Redis is scanned by itself; more are looked for in one scan."""
 _PUBLIC = b"public"
 _PUBLISHED = struct.Struct("<32sd")
+
+
+class Decisions(NamedTuple):
+    """What operators have decided, as Redis has it.
+
+    Attributes:
+        limits: by tenant.
+        modes: by tenant.
+        epoch: of the server that has them; another one than before, or none, if it has lost them.
+    """
+
+    limits: dict[bytes, Limits]
+    modes: dict[bytes, str]
+    epoch: bytes
 
 
 class Ledger:
@@ -109,6 +123,13 @@ class Ledger:
     def disown(self, namespaces: Iterable[bytes]) -> None:
         """Takes namespaces out, which belong to nobody then."""
         self._owners.delete(namespaces)
+
+    def decisions(self) -> Decisions:
+        """All limits and modes."""
+        limits, modes = self.limits(), self.modes()
+        # Last, or they could have been lost between.
+        found: Any = self._tables.run(lambda: self._tables.client.get(self._tables.epoch_key))
+        return Decisions(limits, modes, found or b"")
 
     def limits(self) -> dict[bytes, Limits]:
         """Limits by tenant."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from tailreplay.store.catalog import Catalog
-    from tailreplay.store.ledger import Ledger
+    from tailreplay.store.ledger import Decisions, Ledger
     from tailreplay.store.record import Record
     from tailreplay.store.tiers import Tiers
     from tailreplay.store.views import Match, Path
@@ -65,11 +65,12 @@ class Operators:
         self._ledger = ledger
         self._clock = clock
         self.pins = pins
-        # Touched by `tick` alone: when Redis was last read, and owners swept, and of how many
-        # namespaces was asked.
+        # Touched by `tick` alone: when Redis was last read, and owners swept, of how many
+        # namespaces was asked, and the epoch of the server that has what was decided.
         self._read_at_s = -math.inf
         self._swept_at_s = clock()
         self._asked = 0
+        self._epoch = b""
         # Guarded by _lock: owners that Redis was told, and until when that will do.
         self._lock = threading.Lock()
         self._written: dict[bytes, tuple[bytes, float]] = {}
@@ -252,12 +253,30 @@ class Operators:
                 self._written.pop(namespace, None)
 
     def _read_ledger(self, ledger: Ledger) -> None:
-        limits, modes = ledger.limits(), ledger.modes()
+        found = ledger.decisions()
+        if self._epoch and found.epoch != self._epoch:
+            self._tell_again(ledger, found)
+            return
+        self._epoch = found.epoch
+        limits, modes = found.limits, found.modes
         for tenant in {*limits, *self._quotas.limited()}:
             wanted = limits.get(tenant, NO_LIMITS)
             if wanted != self._quotas.limits(tenant):
                 self._catalog.limit(tenant, wanted)
         self._quotas.set_modes(modes)
+
+    def _tell_again(self, ledger: Ledger, found: Decisions) -> None:
+        """Writes what was decided before Redis lost it, but for what is decided anew by now."""
+        if not found.epoch:
+            return  # it has just been lost: who sees it first sets another
+        for tenant, limits in self._quotas.limited().items():
+            if tenant not in found.limits:
+                ledger.set_limits(tenant, limits)
+        for tenant, mode in self._quotas.modes().items():
+            if tenant not in found.modes:
+                ledger.set_mode(tenant, mode)
+        self._epoch = found.epoch
+        logger.info("limits and modes were written to Redis again")
 
     def _pin_info(self, pin: OperatorPin) -> pb.PinInfo:
         return pb.PinInfo(

@@ -249,6 +249,11 @@ class Quotas:
         with self._lock:
             self._modes = dict(modes)
 
+    def modes(self) -> dict[bytes, str]:
+        """The modes that are set, by tenant."""
+        with self._lock:
+            return dict(self._modes)
+
     def mode(self, tenant: bytes) -> str:
         """The mode set for a tenant, or nothing."""
         return self._modes.get(tenant, "")

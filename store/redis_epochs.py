@@ -28,7 +28,7 @@ class RedisEpochs:
 
     def __init__(self, servers: RedisServers, key_prefix: str) -> None:
         self._servers = servers
-        self._key = f"{key_prefix}epoch"
+        self._key = epoch_key(key_prefix)
         self._seen: list[bytes] = [b""] * len(servers.clients)
         self._away: set[int] = set()
         # One connection each, whose end is seen: a pool's would be made anew without a word.
@@ -69,3 +69,8 @@ class RedisEpochs:
             client.set(self._key, secrets.token_bytes(_EPOCH_BYTES), nx=True)
             found = client.get(self._key)
         return bytes(found or b"")
+
+
+def epoch_key(key_prefix: str) -> str:
+    """Key of a server's epoch, the same on each of them."""
+    return f"{key_prefix}epoch"

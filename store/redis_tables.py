@@ -9,6 +9,7 @@ import redis
 
 from tailreplay.store.errors import StoreUnavailable
 from tailreplay.store.manifest_seal import MARKS
+from tailreplay.store.redis_epochs import epoch_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -38,6 +39,7 @@ class RedisTables:
         servers: as given.
         prefix: as given.
         client: of the server that has the tables.
+        epoch_key: of that server's epoch.
     """
 
     def __init__(self, servers: RedisServers, key_prefix: str, seal: Seal = MARKS) -> None:
@@ -45,6 +47,7 @@ class RedisTables:
         self.prefix = key_prefix.encode()
         self.client = servers.clients[servers.owner(_PLACED_BY)]
         self._seal = seal
+        self.epoch_key = epoch_key(key_prefix)
 
     def key(self, table: bytes) -> bytes:
         """A table's key."""

@@ -12,6 +12,7 @@ from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.config import StoreConfig
 from tailreplay.store.core import Store
 from tailreplay.store.objects import Kind
+from tailreplay.store.quota import Limits
 from tailreplay.store.tokens import to_wire
 
 pytestmark = pytest.mark.redis
@@ -226,6 +227,40 @@ def test_whose_namespaces_are_whose_is_said_again(tmp_path, redis_server):
         until(lambda: ledger.namespaces_of(tenant) == {prefix.namespace})
         flush(redis_server)
         until(lambda: ledger.namespaces_of(tenant) == {prefix.namespace})
+
+
+def test_limits_and_modes_are_written_again_and_what_is_decided_since_stays(tmp_path, redis_server):
+    ours, theirs, changed = b"o" * 16, b"t" * 16, b"c" * 16
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+    with (
+        serving(folders[0], redis_server.url) as one,
+        serving(folders[1], redis_server.url) as two,
+    ):
+        first, second = one.admin.operators, two.admin.operators
+        wanted = {ours: Limits(5000, None), theirs: Limits(None, 7000), changed: Limits(1, 1)}
+        for tenant, limits in wanted.items():
+            first.set_quota(
+                pb.SetQuotaRequest(
+                    tenant=tenant, cpu_bytes=limits.cpu_bytes, redis_bytes=limits.redis_bytes
+                )
+            )
+        second.set_mode(pb.SetModeRequest(tenant=theirs, mode="tail"))
+        quotas = [store.catalog.quotas for store in (one, two)]
+        until(lambda: all(q.limited() == wanted and q.mode(theirs) == "tail" for q in quotas))
+        until(lambda: first._epoch and second._epoch)
+        flush(redis_server)
+        wanted[changed] = Limits(2, None)
+        second.set_quota(pb.SetQuotaRequest(tenant=changed, cpu_bytes=2))
+        ledger = first._ledger
+        until(lambda: ledger.limits() == wanted and ledger.modes() == {theirs: "tail"}, limit_s=5)
+        until(lambda: all(q.limited() == wanted and q.mode(theirs) == "tail" for q in quotas))
+        # It holds from then on, and what is taken away stays away.
+        first.delete_quota(pb.DeleteQuotaRequest(tenant=theirs))
+        del wanted[theirs]
+        until(lambda: all(q.limited() == wanted for q in quotas))
+        assert ledger.limits() == wanted
 
 
 def test_a_key_file_is_used_for_what_is_told_again(tmp_path, redis_server):
