@@ -61,6 +61,15 @@ class Envelope(Protocol):
         """Judge a value that was read into `room`; when it is GOOD, `payload` holds its payload."""
 
 
+def payload_bytes(head: bytes) -> int | None:
+    """Return the length of a payload by its value's first bytes; None if it is none of ours."""
+    fields, checksum = head[: _FIELDS.size], head[_FIELDS.size :]
+    if len(head) != ENVELOPE_BYTES or checksum != _CRC.pack(google_crc32c.value(fields)):
+        return None
+    magic, version, _, _, size, *_ = _FIELDS.unpack(fields)
+    return int(size) if (magic, version) == (_MAGIC, _VERSION) else None
+
+
 class Plain:
     """Payloads as they are, under a checksum; they are read where they are to be."""
 

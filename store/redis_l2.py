@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import Any, Protocol
 
 from lmcache.lmcache_native import Bitmap
-from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.api import KeyListPage, MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.distributed.l2_adapters.config import register_l2_adapter_type
@@ -26,6 +26,8 @@ from tailreplay.store.objects import Kind
 from tailreplay.store.placement import owner
 from tailreplay.store.redis_jobs import Load, Outcome, Store
 from tailreplay.store.redis_l2_config import TailReplayRedisL2Config
+from tailreplay.store.redis_object_keys import redis_key
+from tailreplay.store.redis_pages import RedisPages
 from tailreplay.store.redis_shard import RedisShard, ShardCounters
 
 ADAPTER_TYPE = "tailreplay_redis"
@@ -86,7 +88,7 @@ class _Task:
 
 
 class TailReplayRedisL2(L2AdapterInterface):  # type: ignore[misc]  # untyped base
-    """Redis behind LMCache's L2 interface. Thread-safe, and no method waits but `delete`.
+    """Redis behind LMCache's L2 interface. Thread-safe; of LMCache's methods two wait, see there.
 
     Urgent loads (hiddens and checkpoints, told by `object_group_id`) pass bulk loads, which pass
     stores. Redis does not lock keys: a key that a lookup found may be gone at its load.
@@ -119,6 +121,7 @@ class TailReplayRedisL2(L2AdapterInterface):  # type: ignore[misc]  # untyped ba
             for endpoint in config.endpoints
         ]
         self._places = [endpoint.place for endpoint in config.endpoints]
+        self._pages = RedisPages(self._shards, config.key_prefix)
 
     def get_store_event_fd(self) -> int:
         """Return the descriptor that becomes readable when a store task is finished."""
@@ -140,7 +143,7 @@ class TailReplayRedisL2(L2AdapterInterface):  # type: ignore[misc]  # untyped ba
         for position, (key, memory) in enumerate(zip(keys, objects, strict=True)):
             payload = memoryview(memory.byte_array).cast("B")
             done = _answer_one(task, position)
-            self._shard_of(key).store(Store(self._redis_key(key), payload, done))
+            self._shard_of(key).store(Store(redis_key(self._prefix, key), payload, done))
         return task_id
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
@@ -157,7 +160,7 @@ class TailReplayRedisL2(L2AdapterInterface):  # type: ignore[misc]  # untyped ba
         task = _Task(keys, lambda task: self._finish_lookup(task_id, task))
         for shard, positions in self._by_shard(keys).items():
             shard.lookup(
-                [self._redis_key(keys[position]) for position in positions],
+                [redis_key(self._prefix, keys[position]) for position in positions],
                 done=self._found(task, positions),
             )
         return task_id
@@ -178,7 +181,7 @@ class TailReplayRedisL2(L2AdapterInterface):  # type: ignore[misc]  # untyped ba
             into = memoryview(memory.byte_array).cast("B")
             urgent = key.object_group_id in _URGENT_GROUPS
             done = self._loaded(task, position)
-            self._shard_of(key).load(Load(self._redis_key(key), into, urgent, done))
+            self._shard_of(key).load(Load(redis_key(self._prefix, key), into, urgent, done))
         return task_id
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
@@ -189,7 +192,7 @@ class TailReplayRedisL2(L2AdapterInterface):  # type: ignore[misc]  # untyped ba
     def cancel(self, keys: Sequence[ObjectKey]) -> None:
         """Fail loads of some keys, but for those under way: whoever waited has given up."""
         for shard, positions in self._by_shard(keys).items():
-            shard.cancel({self._redis_key(keys[position]) for position in positions})
+            shard.cancel({redis_key(self._prefix, keys[position]) for position in positions})
 
     def delete(self, keys: list[ObjectKey]) -> None:
         """Delete keys and wait for it; a server that is away keeps its keys until they expire."""
@@ -197,7 +200,7 @@ class TailReplayRedisL2(L2AdapterInterface):  # type: ignore[misc]  # untyped ba
         task = _Task(keys, lambda _: finished.set())
         for shard, positions in self._by_shard(keys).items():
             shard.delete(
-                [self._redis_key(keys[position]) for position in positions],
+                [redis_key(self._prefix, keys[position]) for position in positions],
                 done=_answer_all(task, positions),
             )
         if finished.wait(_DELETE_TIMEOUT_S):
@@ -210,7 +213,7 @@ class TailReplayRedisL2(L2AdapterInterface):  # type: ignore[misc]  # untyped ba
         task = _Task(keys, lambda _: finished.set())
         for position, (key, payload) in enumerate(zip(keys, payloads, strict=True)):
             done = _answer_one(task, position)
-            self._shard_of(key).store(Store(self._redis_key(key), payload, done))
+            self._shard_of(key).store(Store(redis_key(self._prefix, key), payload, done))
         finished.wait()
         return list(task.succeeded)
 
@@ -236,8 +239,18 @@ class TailReplayRedisL2(L2AdapterInterface):  # type: ignore[misc]  # untyped ba
             return done
 
         for shard, positions in self._by_shard(keys).items():
-            ask(shard, [self._redis_key(keys[p]) for p in positions], done=answered(positions))
+            ask(
+                shard,
+                [redis_key(self._prefix, keys[p]) for p in positions],
+                done=answered(positions),
+            )
         return list(there) if finished.wait(_DELETE_TIMEOUT_S) else [None] * len(keys)
+
+    def list_l2_keys(
+        self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
+    ) -> KeyListPage:
+        """List what the servers have, as `RedisPages.page`, and wait for it."""
+        return self._pages.page(model_name, page_size, cursor)
 
     def report_status(self) -> dict[str, Any]:
         """Report each server; healthy only while the last contact with every one worked."""
@@ -318,11 +331,6 @@ class TailReplayRedisL2(L2AdapterInterface):  # type: ignore[misc]  # untyped ba
     def _shard_of(self, key: ObjectKey) -> RedisShard:
         # LMCache's own keys say nothing of a segment: those objects are each placed alone.
         return self._shards[owner(self._places, getattr(key, "placed_by", key.chunk_hash))]
-
-    def _redis_key(self, key: ObjectKey) -> bytes:
-        name = f"{key.model_name}@{key.kv_rank:08x}@{key.object_group_id:x}"
-        salt = f"@{key.cache_salt}" if key.cache_salt else ""
-        return f"{self._prefix}{name}@{key.chunk_hash.hex()}{salt}".encode()
 
 
 def _answer_one(task: _Task, position: int) -> Callable[[bool], None]:

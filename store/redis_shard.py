@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 from tailreplay.store.redis_endpoint import RedisEndpoint
 from tailreplay.store.redis_envelope import Content, Envelope
@@ -16,6 +17,8 @@ from tailreplay.store.resp import RespConnection, RespError, Value
 from tailreplay.store.urgent_gate import UrgentGate
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +161,20 @@ class RedisShard:
     def renew(self, keys: Sequence[bytes], *, done: Callable[[list[bool] | None], None]) -> None:
         """Let values live as long as new ones; says for each whether it is there, as `lookup`."""
         self._submit_control(lambda connection: done(self._renew(connection, keys)))
+
+    def look(
+        self, look: Callable[[RespConnection], T], *, done: Callable[[T | RespError], None]
+    ) -> None:
+        """Ask what changes nothing, past any loads and stores in the queue; or say why not."""
+
+        def command(connection: RespConnection) -> None:
+            try:
+                answer: T | RespError = self._link.attempt(connection, look)
+            except RespError as error:
+                answer = error
+            done(answer)
+
+        self._submit_control(command)
 
     def status(self) -> dict[str, object]:
         """Report whether the last contact worked, why not, and the counters."""

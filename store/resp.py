@@ -159,6 +159,19 @@ class RespConnection:
         life = b"%d" % ttl_ms
         return self._yes_or_no([(b"PEXPIRE", key, life) for key in keys])
 
+    def scan(self, cursor: int, pattern: bytes, count: int) -> tuple[int, list[bytes]]:
+        """Return some keys that match a glob pattern, and the cursor to go on from, 0 at the end.
+
+        Raises:
+            RespError: the server refused, or the connection failed.
+        """
+        reply = self.call(b"SCAN", b"%d" % cursor, b"MATCH", pattern, b"COUNT", b"%d" % count)
+        if isinstance(reply, list) and len(reply) == 2:
+            following, keys = reply
+            if isinstance(following, bytes) and following.isdigit() and isinstance(keys, list):
+                return int(following), [key for key in keys if isinstance(key, bytes)]
+        raise self._desync(f"SCAN answered {reply!r:.64}, wanted a cursor and keys")
+
     def delete(self, keys: Sequence[bytes]) -> int:
         """Delete keys and return how many there were."""
         return sum(reply == 1 for reply in self.pipeline([(b"DEL", key) for key in keys]))

@@ -7,6 +7,7 @@ import sys
 import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 import redis
@@ -70,6 +71,17 @@ def status(http_port: int, page: str = "status") -> str:
         return answer.read().decode()
 
 
+def listed(http_port: int) -> list[dict]:
+    """What the server says is in Redis, asked for in pages of three."""
+    entries, token = [], ""
+    while True:
+        page = json.loads(status(http_port, f"cache/objects?page_size=3{token}"))
+        entries += page["entries"]
+        if page["next_page_token"] is None:
+            return entries
+        token = "&page_token=" + quote(page["next_page_token"])
+
+
 def test_lmcaches_own_benchmark_of_adapters_verifies_every_byte(redis_server, tmp_path):
     words = ["--num-keys", "8", "--in-flight", "2", "--data-size-kb", "512", "--rounds", "2"]
     words += ["--lookup-max-hit-rate", "1.0", "--no-skip-verify"]
@@ -94,6 +106,7 @@ def test_a_stock_server_keeps_its_cache_in_redis_over_a_restart(redis_server, tm
                 assert re.search(r"Checksum FAIL:\s+0\n", told), told
                 assert re.search(r"Warm Retrieve \(ms\) -*\ncount:\s+2\n", told), told
                 until(lambda: raw.dbsize() == 8)
+                assert len(listed(http_port)) == 8
                 assert '"integrity_errors":0' in status(http_port).replace(" ", "")
             gets.append(raw.info("commandstats").get("cmdstat_get", {}).get("calls", 0))
     assert gets[0] == 0
