@@ -1088,6 +1088,7 @@ class NamespaceInfo(_message.Message):
     CAPACITY_TOKENS_FIELD_NUMBER: _builtins.int
     SENT_NAMESPACE_FIELD_NUMBER: _builtins.int
     IS_PUBLIC_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
     blocks: _builtins.int
     tokens: _builtins.int
@@ -1105,6 +1106,8 @@ class NamespaceInfo(_message.Message):
     """
     is_public: _builtins.bool
     """Whether it is known to be in the public scope."""
+    tenant: _builtins.bytes
+    """As in TenantInfo; empty where nobody has named one."""
     def __init__(
         self,
         *,
@@ -1117,10 +1120,11 @@ class NamespaceInfo(_message.Message):
         capacity_tokens: _builtins.int = ...,
         sent_namespace: _builtins.bytes = ...,
         is_public: _builtins.bool = ...,
+        tenant: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "capacity_tokens", b"capacity_tokens", "checkpoint_bytes", b"checkpoint_bytes", "hidden_bytes_per_token", b"hidden_bytes_per_token", "is_public", b"is_public", "kv_bytes_per_token", b"kv_bytes_per_token", "namespace", b"namespace", "sent_namespace", b"sent_namespace", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "capacity_tokens", b"capacity_tokens", "checkpoint_bytes", b"checkpoint_bytes", "hidden_bytes_per_token", b"hidden_bytes_per_token", "is_public", b"is_public", "kv_bytes_per_token", b"kv_bytes_per_token", "namespace", b"namespace", "sent_namespace", b"sent_namespace", "tenant", b"tenant", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1168,6 +1172,7 @@ class PinInfo(_message.Message):
     BYTES_FIELD_NUMBER: _builtins.int
     LEFT_OUT_BYTES_FIELD_NUMBER: _builtins.int
     EXPIRES_IN_S_FIELD_NUMBER: _builtins.int
+    PINNED_TOKENS_FIELD_NUMBER: _builtins.int
     pin_id: _builtins.bytes
     namespace: _builtins.bytes
     tokens: _builtins.int
@@ -1177,6 +1182,8 @@ class PinInfo(_message.Message):
     left_out_bytes: _builtins.int
     """Stored objects of the prefix that it does not hold: over the limit, or not to be loaded."""
     expires_in_s: _builtins.float
+    pinned_tokens: _builtins.int
+    """Leading tokens whose keys and values it holds."""
     def __init__(
         self,
         *,
@@ -1187,10 +1194,11 @@ class PinInfo(_message.Message):
         bytes: _builtins.int = ...,
         left_out_bytes: _builtins.int = ...,
         expires_in_s: _builtins.float = ...,
+        pinned_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "expires_in_s", b"expires_in_s", "left_out_bytes", b"left_out_bytes", "namespace", b"namespace", "objects", b"objects", "pin_id", b"pin_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "expires_in_s", b"expires_in_s", "left_out_bytes", b"left_out_bytes", "namespace", b"namespace", "objects", b"objects", "pin_id", b"pin_id", "pinned_tokens", b"pinned_tokens", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -76,6 +76,7 @@ def _namespaces(store: Store, caller: Principal) -> list[pb.NamespaceInfo]:
                 namespace=sent if is_tenant else namespace,
                 sent_namespace=sent,
                 is_public=_is_public(store, namespace, sent),
+                tenant=store.catalog.quotas.owner(namespace),
                 blocks=blocks,
                 tokens=tokens,
                 kv_bytes_per_token=per_row.get(Kind.KV, 0),

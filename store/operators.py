@@ -12,6 +12,7 @@ from tailreplay.store import tokens as wire_tokens
 from tailreplay.store.errors import InvalidRequest, StoreUnavailable
 from tailreplay.store.ledger import WRITTEN_EVERY_S
 from tailreplay.store.namespace import checked_namespace, checked_tenant
+from tailreplay.store.objects import Kind
 from tailreplay.store.operator_pins import OperatorPin, OperatorPins
 from tailreplay.store.prompt import Prompt
 from tailreplay.store.quota import NO_LIMITS, NO_TENANT, Limits, TierName
@@ -287,6 +288,7 @@ class Operators:
             bytes=pin.held_bytes,
             left_out_bytes=pin.left_out_bytes,
             expires_in_s=self.pins.seconds_left(pin),
+            pinned_tokens=_leading_tokens(pin.records),
         )
 
     def _tenant_info(self, tenant: bytes) -> pb.TenantInfo:
@@ -321,6 +323,15 @@ class Operators:
             idle_s=idle_s,
             prefix_hash=record.name.prefix_hash,
         )
+
+
+def _leading_tokens(records: Collection[Record]) -> int:
+    """Tokens from the beginning on whose keys and values are among some objects."""
+    end = 0
+    for record in records:  # early keys and values come first
+        if record.name.kind == Kind.KV and record.first_token == end:
+            end = record.end_token
+    return end
 
 
 def _by_worth(found: Match, path: Path) -> list[Record]:

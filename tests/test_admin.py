@@ -91,7 +91,7 @@ def test_a_pinned_prefix_outlives_a_pool_full_of_others_until_it_is_let_go(clien
     client.put(other, other.spans(KV))
     made = pin(client, pinned)
     assert (made.tokens, made.objects, made.bytes) == (2560, 10, 10 * BLOCK)
-    assert made.left_out_bytes == 0
+    assert (made.left_out_bytes, made.pinned_tokens) == (0, 2560)
     assert 0 < made.expires_in_s <= 60
     fill(client)
     assert (kv_tokens(client, pinned), kv_tokens(client, other)) == (2560, 0)
@@ -105,7 +105,7 @@ def test_a_pin_holds_no_more_than_it_may_and_early_blocks_first(client):
     prefix = prefix_of()
     client.put(prefix)
     made = pin(client, prefix, max_bytes=3 * BLOCK + 1)
-    assert (made.objects, made.bytes) == (3, 3 * BLOCK)
+    assert (made.objects, made.bytes, made.pinned_tokens) == (3, 3 * BLOCK, 768)
     everything = sum(t.bytes for t in client.stats().tiers)
     assert made.left_out_bytes == everything - 3 * BLOCK
     fill(client)

@@ -25,6 +25,7 @@ from tailreplay.store.lane_wire import (
     RecordKind,
     Request,
 )
+from tailreplay.store.namespace import tenant_digest
 from tailreplay.store.objects import Kind
 
 
@@ -100,6 +101,7 @@ def test_tenants_see_their_own_objects_and_nothing_else(as_, lanes):
 
 def test_nobody_asks_a_tenant_to_count_what_others_do(as_):
     with as_("acme") as client:
+        put(client)
         with pytest.raises(NotAllowed, match="role is tenant"):
             client.stats()
         seen = client.describe()
@@ -107,6 +109,7 @@ def test_nobody_asks_a_tenant_to_count_what_others_do(as_):
         assert seen.boot_id
         # Its own, by the names that it uses itself; more in test_public_scope.
         assert all(s.namespace == s.sent_namespace for s in seen.namespaces)
+        assert {s.tenant for s in seen.namespaces} <= {tenant_digest("acme")}
     with as_("scraper") as client:
         client.stats()
         seen = client.describe()
@@ -115,7 +118,9 @@ def test_nobody_asks_a_tenant_to_count_what_others_do(as_):
             client.match(PREFIX.namespace, PREFIX.tokens)
     with as_("root") as client:
         client.stats()
-        assert client.describe().settings["listen"]
+        seen = client.describe()
+        assert seen.settings["listen"]
+        assert tenant_digest("acme") in {s.tenant for s in seen.namespaces}
 
 
 def test_the_pool_is_mapped_by_those_whose_token_says_so(as_):
