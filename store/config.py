@@ -187,6 +187,13 @@ class StoreConfig(BaseSettings):
             "which costs nearly nothing where little is reused, and the first hit where much is"
         ),
     ] = "first"
+    verify: Annotated[
+        Literal["entry", "always"],
+        Field(
+            description="when bytes are checked: as they enter memory, and by who gets copies of "
+            "them, or also before they are placed in an engine's shared memory, where none is"
+        ),
+    ] = "entry"
     drain_s: Annotated[
         float,
         Field(ge=0, description="what flows when the store is told to stop may end for so long, s"),

@@ -110,8 +110,8 @@ class Store:
             self.tiers,
             damage=self._damage,
             limits=_pin_limits(config, self.tiers.pool_bytes),
-            timeout_s=config.tier_timeout_s,
             before_rows=before_rows,
+            verify_placed=config.verify == "always",
         )
         self._writer = Writer(
             self.catalog,
@@ -342,6 +342,7 @@ def _pin_limits(config: StoreConfig, pool_bytes: int) -> PinLimits:
         config.fetch_window_bytes,
         config.fetch_ahead_windows,
         leased_bytes=int(pool_bytes * config.leased_share),
+        timeout_s=config.tier_timeout_s,
     )
 
 

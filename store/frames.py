@@ -72,8 +72,14 @@ def header_for(data: memoryview, record: Record) -> Header:
     return header
 
 
-def check_ends(piece: Piece, held: Pinned, header: Header) -> None:
-    """Checks those pages of a piece of which rows are sent under a checksum of their own.
+def check_piece(piece: Piece, held: Pinned, header: Header, *, every: bool) -> None:
+    """Checks the pages of a piece.
+
+    Args:
+        piece: which.
+        held: its object.
+        header: of that.
+        every: all of them, else those of which rows are sent under a checksum of their own.
 
     Raises:
         IntegrityError: one is damaged.
@@ -84,6 +90,7 @@ def check_ends(piece: Piece, held: Pinned, header: Header) -> None:
         held.data[header.header_bytes :],
         range(first, min(first + units, header.geometry.units)),
         range(piece.first - header.first_token, piece.end - header.first_token),
+        every=every,
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store.errors import IntegrityError, InvalidRequest
-from tailreplay.store.frames import Frame, check_ends, header_for, missing, rows_of
+from tailreplay.store.frames import Frame, check_piece, header_for, missing, rows_of
 from tailreplay.store.lane_wire import LaneRecord, RecordKind
 from tailreplay.store.look_ahead import Early, LookAhead, Stream
 from tailreplay.store.objects import Kind, ObjectName
@@ -46,7 +46,7 @@ class _Answer:
     """One answer on its way.
 
     Attributes:
-        placed: whether its rows are placed in shared memory, where nobody checks them.
+        placed: whether its rows are placed in shared memory, where their reader checks nothing.
         frame_bytes: most payload in a frame.
         is_gone: whether its reader has left.
         dead: ranges of which no more follows.
@@ -61,17 +61,19 @@ class _Answer:
 
 
 class PinLimits(NamedTuple):
-    """How much readers pin at a time.
+    """How much readers pin at a time, and how long they wait for it.
 
     Attributes:
         window_bytes: bytes of objects of the window that one stream sends.
         ahead_windows: windows that it has loaded from Redis meanwhile.
         leased_bytes: bytes of all streams.
+        timeout_s: longest wait for one window to come from Redis, or for other streams' pins.
     """
 
     window_bytes: int
     ahead_windows: int
     leased_bytes: int
+    timeout_s: float
 
 
 class Reader:
@@ -81,9 +83,9 @@ class Reader:
         catalog: what exists.
         tiers: where it is.
         damage: takes what is found damaged.
-        limits: how much is pinned at a time.
-        timeout_s: longest wait for one window to come from Redis, or for other streams' pins.
+        limits: how much is pinned at a time, and how long a window may take.
         before_rows: called before the rows of each piece are sent; tests hold bulk rows back here.
+        verify_placed: whether rows are checked before they are placed in shared memory, too.
     """
 
     def __init__(
@@ -93,8 +95,8 @@ class Reader:
         *,
         damage: Damage,
         limits: PinLimits,
-        timeout_s: float,
         before_rows: Callable[[Kind], None] | None = None,
+        verify_placed: bool = False,
     ) -> None:
         self._catalog = catalog
         self._tiers = tiers
@@ -102,9 +104,10 @@ class Reader:
         self._window_bytes = min(limits.window_bytes, limits.leased_bytes)
         self._leased_bytes = limits.leased_bytes
         self._budget = PinBudget(limits.leased_bytes)
-        self._timeout_s = timeout_s
+        self._timeout_s = limits.timeout_s
         self._before_rows = before_rows
-        self._pins = WindowPins(catalog, tiers, timeout_s)
+        self._verify_placed = verify_placed
+        self._pins = WindowPins(catalog, tiers, limits.timeout_s)
         self._ahead = LookAhead(
             self._pins.early,
             self._pins.let_go,
@@ -296,8 +299,8 @@ class Reader:
         try:
             if header is None:
                 header = headers[record.name] = header_for(pinned.data, record)
-            if not answer.placed:
-                check_ends(piece, pinned, header)
+            if self._verify_placed or not answer.placed:
+                check_piece(piece, pinned, header, every=answer.placed)
         except IntegrityError as error:
             logger.debug("damage in the pool: %s", error)
             self._damage.drop(record, pinned.source)

@@ -21,7 +21,9 @@ _LEAST_PAGE_BYTES = 16 << 10
 """Below this a page is checksummed faster than its checksum is joined to another's."""
 
 
-def check_pages(header: Header, payload: memoryview, units: range, rows: range) -> None:
+def check_pages(
+    header: Header, payload: memoryview, units: range, rows: range, *, every: bool = False
+) -> None:
     """Checks the pages of some rows whose checksums `crc32c_of_rows` does not take for granted.
 
     It works those of parts of pages, and of small pages, out of what is there: damage done to them
@@ -32,6 +34,7 @@ def check_pages(header: Header, payload: memoryview, units: range, rows: range) 
         payload: of the object, all of it.
         units: whose rows are wanted.
         rows: which.
+        every: check the others, too.
 
     Raises:
         IntegrityError: one is damaged.
@@ -40,7 +43,7 @@ def check_pages(header: Header, payload: memoryview, units: range, rows: range) 
     page_rows = PAGE_TOKENS if header.rows > 1 else 1
     first, behind = rows.start // page_rows, -(-rows.stop // page_rows)
     touched: Sequence[int] = range(first, behind)
-    if page_rows * row_bytes >= _LEAST_PAGE_BYTES:
+    if page_rows * row_bytes >= _LEAST_PAGE_BYTES and not every:
         # A page that is sent whole goes under its own checksum; the last one may be no whole page.
         touched = [
             page

@@ -183,6 +183,22 @@ def test_of_a_page_that_is_sent_in_part_the_store_sees_it_itself(lanes, first):
         assert load(client, wanted) == rows_of(wanted)
 
 
+@pytest.mark.parametrize("kind", list(Kind))
+def test_what_is_placed_in_shared_memory_is_checked_before_if_it_always_is(tmp_path, kind):
+    wanted = RANGES[kind]
+    listen = f"unix://{tmp_path}/s.sock"
+    with serving(listen=listen, verify="always") as (store, client):
+        client._lanes.give_back(lane := client._lanes.take())
+        assert lane.segment is not None
+        assert load(client, wanted) == rows_of(wanted)
+        # In the first row of the last unit, of a page that is sent whole.
+        spoil(store, PREFIX.name(kind, TOKENS), kind, back=ROWS[kind] * WIDE[kind].row_bytes - 7)
+        assert load(client, wanted) == "integrity"
+        assert counts(store) == (0, 0, 1)
+        assert lane_objects.put(client, PREFIX).stored == 1
+        assert load(client, wanted) == rows_of(wanted)
+
+
 def test_it_is_gone_for_others_while_somebody_still_reads_it():
     wanted, name = RANGES[KV], PREFIX.name(KV, TOKENS)
     rest, stop = threading.Event(), threading.Event()
