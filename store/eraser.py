@@ -185,6 +185,8 @@ class Eraser:
         done.held = len(still)
         done.overwritten_bytes += sum(unwritten[name] for name in unwritten.keys() - still)
         self._catalog.redis.wait_for_commits(self._patience_s)
+        if not in_redis:
+            self._tiers.overwrite_free()  # where what was evicted or cleared before may lie
 
     def _let_go(self, held: list[ObjectName]) -> list[ObjectName]:
         """Waits a while for those who hold deleted objects; what is written to Redis has arrived.

@@ -34,6 +34,10 @@ _LOCK_TTL_S = 24 * 3600
 """LMCache drops a lock after this long; a lease ends a pin long before."""
 
 
+_STEP_BYTES = 4 << 20
+"""Overwritten at a time, for which others wait that want room: less than a millisecond."""
+
+
 def construct_l1(size_bytes: int, shm_name: str) -> L1Manager:
     """Make a pool of `size_bytes` in the shared-memory segment of that name, sparse as yet."""
     memory = L1MemoryManagerConfig(
@@ -115,6 +119,24 @@ def pool_view(l1: L1Manager) -> memoryview:
     """Return a writable view of the whole pool; objects lie at their `meta.address`."""
     pool = l1.get_l1_memory_desc()
     return memoryview((ctypes.c_ubyte * pool.size).from_address(pool.ptr)).cast("B")
+
+
+def overwrite_free(l1: L1Manager) -> None:
+    """Write zeros over what nobody has of the pool, which still holds bytes of what was there.
+
+    A step at a time, between which others get room; what they get behind it is theirs. What becomes
+    free before where it has come to is left as it was.
+    """
+    room = l1._memory_manager._allocator.pin_allocator.address_manager
+    start, at = l1.get_l1_memory_desc().ptr, 0
+    while True:
+        with room._lock:
+            free = next((b for b in room._explicit_list if b.start + b.size > at), None)
+            if free is None:
+                return
+            first = max(at, free.start)
+            at = min(free.start + free.size, first + _STEP_BYTES)
+            ctypes.memset(start + first, 0, at - first)
 
 
 def bytes_of(memory: MemoryObj) -> memoryview:

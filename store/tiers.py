@@ -26,6 +26,7 @@ from tailreplay.store.lmcache_l1 import (
     layout_of,
     object_key,
     object_name,
+    overwrite_free,
 )
 from tailreplay.store.loader import Loaded, Loader
 from tailreplay.store.misses import Miss
@@ -273,6 +274,10 @@ class Tiers:
         self._doomed.purge()
         self._behind.delete(keys, in_redis=in_redis)
         return size, [object_name(key) for key in later]
+
+    def overwrite_free(self) -> None:
+        """Write zeros over room of the pool that is free, where objects were before."""
+        overwrite_free(self._l1)
 
     def drop(self, names: Sequence[ObjectName]) -> None:
         """As `delete`, from the CPU tier alone.

@@ -301,6 +301,25 @@ def test_erased_bytes_are_gone_from_the_pools_memory(server, client):
     assert prefix.tenant not in tenants(client)
 
 
+@pytest.mark.parametrize("how", ["cleared", "evicted"])
+def test_what_had_left_the_index_before_is_gone_from_the_pools_memory_too(server, client, how):
+    prefix, other = prefix_of(tenant="erased"), prefix_of(range(256), tenant="other")
+    row = prefix.rows(KV, 2304, 2560, first_unit=0, units=1)
+    client.put(prefix)
+    if how == "cleared":
+        client.admin.Clear(pb.ClearRequest(tenant=prefix.tenant), timeout=20)
+    else:
+        server.store.catalog.room.make(server.store.tiers.pool_bytes)
+    client.put(other, other.spans(KV))
+    with open(server.store.tiers.shm_path, "rb") as pool:
+        assert row in pool.read()
+        client.admin.Erase(pb.EraseRequest(tenant=prefix.tenant), timeout=20)
+        pool.seek(0)
+        left = pool.read()
+    assert row not in left
+    assert client.fetch(other, span_range(KV, 0, 256)).rows == {0: other.rows(KV, 0, 256)}
+
+
 def test_what_was_on_its_way_when_it_was_erased_is_its_tenants_and_erased_the_next_time(
     server, client
 ):

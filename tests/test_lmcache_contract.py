@@ -23,7 +23,15 @@ from lmcache.v1.distributed.storage_manager import StorageManager
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.platform import create_event_notifier
 
-from tailreplay.store.lmcache_l1 import construct_l1, construct_manager
+from tailreplay.store.lmcache_l1 import (
+    construct_l1,
+    construct_manager,
+    layout_of,
+    object_key,
+    overwrite_free,
+    pool_view,
+)
+from tailreplay.store.objects import Kind, ObjectName
 from tailreplay.store.redis_l2 import ADAPTER_TYPE, TailReplayRedisL2
 from tailreplay.store.redis_l2_config import TailReplayRedisL2Config
 
@@ -168,6 +176,23 @@ def test_lmcache_builds_our_adapter_by_its_own_type_and_as_a_plugin(redis_server
         assert isinstance(adapter, TailReplayRedisL2)
         assert adapter.report_status()["is_healthy"]
         adapter.close()
+
+
+def test_free_room_is_overwritten_and_nothing_else():
+    l1 = construct_l1(16 << 20, "")
+    try:
+        view = pool_view(l1)
+        view[:] = b"x" * len(view)
+        ours = [object_key(ObjectName(bytes(32), Kind.KV, bytes([i]) * 32)) for i in range(3)]
+        found = l1.reserve_write(ours, [False] * 3, layout_of(4096), tag="t")
+        l1.finish_write_and_delete([ours[1]], tag="t")
+        at = [memory.meta.address for _, memory in found.values()]
+        overwrite_free(l1)
+        kept = [view[a : a + 4096] == b"x" * 4096 for a in at]
+        assert kept == [True, False, True]
+        assert bytes(view).count(b"x") == 2 * 4096
+    finally:
+        l1.close()
 
 
 def test_a_pool_without_tiers_behind_it_wakes_nobody():
