@@ -1513,6 +1513,9 @@ class EraseResponse(_message.Message):
     HAS_REDIS_FIELD_NUMBER: _builtins.int
     STORES_FIELD_NUMBER: _builtins.int
     SILENT_STORES_FIELD_NUMBER: _builtins.int
+    BULK_FILES_DELETED_FIELD_NUMBER: _builtins.int
+    BULK_FILES_LEFT_FIELD_NUMBER: _builtins.int
+    UNLISTED_BULK_TIERS_FIELD_NUMBER: _builtins.int
     namespaces: _builtins.int
     overwritten_bytes: _builtins.int
     """Bytes overwritten in the pool."""
@@ -1529,6 +1532,13 @@ class EraseResponse(_message.Message):
     """
     silent_stores: _builtins.int
     """Those of them that did not answer in time; one that lives erases when it reaches Redis again."""
+    bulk_files_deleted: _builtins.int
+    """Files that bulk tiers had of it, unknown to an index, and those that are left."""
+    bulk_files_left: _builtins.int
+    unlisted_bulk_tiers: _builtins.int
+    """Bulk tiers that can not be listed: what they have is gone as far as indexes knew of it, which
+    is no proof.
+    """
     @_builtins.property
     def removed(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierBytes]: ...
     def __init__(
@@ -1544,10 +1554,13 @@ class EraseResponse(_message.Message):
         has_redis: _builtins.bool = ...,
         stores: _builtins.int = ...,
         silent_stores: _builtins.int = ...,
+        bulk_files_deleted: _builtins.int = ...,
+        bulk_files_left: _builtins.int = ...,
+        unlisted_bulk_tiers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_objects_left", b"cpu_objects_left", "has_redis", b"has_redis", "held_objects", b"held_objects", "namespaces", b"namespaces", "overwritten_bytes", b"overwritten_bytes", "redis_keys_deleted", b"redis_keys_deleted", "redis_keys_left", b"redis_keys_left", "removed", b"removed", "silent_stores", b"silent_stores", "stores", b"stores"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bulk_files_deleted", b"bulk_files_deleted", "bulk_files_left", b"bulk_files_left", "cpu_objects_left", b"cpu_objects_left", "has_redis", b"has_redis", "held_objects", b"held_objects", "namespaces", b"namespaces", "overwritten_bytes", b"overwritten_bytes", "redis_keys_deleted", b"redis_keys_deleted", "redis_keys_left", b"redis_keys_left", "removed", b"removed", "silent_stores", b"silent_stores", "stores", b"stores", "unlisted_bulk_tiers", b"unlisted_bulk_tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1790,6 +1803,9 @@ class RemovePublicResponse(_message.Message):
     HAS_REDIS_FIELD_NUMBER: _builtins.int
     STORES_FIELD_NUMBER: _builtins.int
     SILENT_STORES_FIELD_NUMBER: _builtins.int
+    BULK_FILES_DELETED_FIELD_NUMBER: _builtins.int
+    BULK_FILES_LEFT_FIELD_NUMBER: _builtins.int
+    UNLISTED_BULK_TIERS_FIELD_NUMBER: _builtins.int
     kept_tokens: _builtins.int
     """Leading tokens that stay, since another open prefix has them too."""
     overwritten_bytes: _builtins.int
@@ -1800,6 +1816,9 @@ class RemovePublicResponse(_message.Message):
     has_redis: _builtins.bool
     stores: _builtins.int
     silent_stores: _builtins.int
+    bulk_files_deleted: _builtins.int
+    bulk_files_left: _builtins.int
+    unlisted_bulk_tiers: _builtins.int
     @_builtins.property
     def removed(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierBytes]:
         """As in EraseResponse."""
@@ -1817,10 +1836,13 @@ class RemovePublicResponse(_message.Message):
         has_redis: _builtins.bool = ...,
         stores: _builtins.int = ...,
         silent_stores: _builtins.int = ...,
+        bulk_files_deleted: _builtins.int = ...,
+        bulk_files_left: _builtins.int = ...,
+        unlisted_bulk_tiers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_objects_left", b"cpu_objects_left", "has_redis", b"has_redis", "held_objects", b"held_objects", "kept_tokens", b"kept_tokens", "overwritten_bytes", b"overwritten_bytes", "redis_keys_deleted", b"redis_keys_deleted", "redis_keys_left", b"redis_keys_left", "removed", b"removed", "silent_stores", b"silent_stores", "stores", b"stores"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bulk_files_deleted", b"bulk_files_deleted", "bulk_files_left", b"bulk_files_left", "cpu_objects_left", b"cpu_objects_left", "has_redis", b"has_redis", "held_objects", b"held_objects", "kept_tokens", b"kept_tokens", "overwritten_bytes", b"overwritten_bytes", "redis_keys_deleted", b"redis_keys_deleted", "redis_keys_left", b"redis_keys_left", "removed", b"removed", "silent_stores", b"silent_stores", "stores", b"stores", "unlisted_bulk_tiers", b"unlisted_bulk_tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
