@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from lmcache.v1.distributed.api import ObjectKey
@@ -30,6 +30,12 @@ class Behind:
         for adapter in self._adapters:
             if in_redis or adapter is not self._redis:
                 adapter.delete(list(keys))
+
+    def delete_unknown(
+        self, namespaces: Collection[bytes], names: Collection[bytes] | None
+    ) -> list[tuple[int, int] | None]:
+        """Drop what bulk places have, known to an index or not; as `BulkTier.delete_unknown`."""
+        return [adapter.delete_unknown(namespaces, names) for adapter in self._adapters[1:]]
 
     def cancel(self, keys: Sequence[ObjectKey]) -> None:
         """Take back loads from Redis that are not under way."""

@@ -8,11 +8,13 @@ checksums it carries, and tells the write-back what did not get there.
 from __future__ import annotations
 
 import importlib
+import logging
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lmcache.lmcache_native import Bitmap
@@ -29,11 +31,14 @@ from lmcache.v1.distributed.l2_adapters.config import (
 from lmcache.v1.distributed.l2_adapters.factory import register_l2_adapter_factory
 from lmcache.v1.memory_management import MemoryObj
 
+from tailreplay.store.bulk_files import BulkFiles
 from tailreplay.store.errors import IntegrityError
 from tailreplay.store.header import verify_object
 from tailreplay.store.l2_listener import WriteBackListener
 from tailreplay.store.lmcache_l1 import bytes_of, object_name
 from tailreplay.store.misses import Miss
+
+logger = logging.getLogger(__name__)
 
 ADAPTER_TYPE = "tailreplay_bulk"
 
@@ -44,9 +49,11 @@ class BulkTierConfig(L2AdapterConfigBase):  # type: ignore[misc]  # untyped base
 
     Attributes:
         inner: of LMCache's adapter.
+        folders: of its files, where it has them.
     """
 
     inner: L2AdapterConfigBase
+    folders: tuple[Path, ...] = ()
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> BulkTierConfig:
@@ -57,7 +64,8 @@ class BulkTierConfig(L2AdapterConfigBase):  # type: ignore[misc]  # untyped base
         """
         if "serde" in d:
             raise ValueError("serde: what comes back could not be checked, wanted none")
-        return cls(_config_class(str(d.get("type"))).from_dict(dict(d)))
+        inner = _config_class(str(d.get("type"))).from_dict(dict(d))
+        return cls(inner, _folders(inner) if d["type"] == "fs" else ())
 
     @classmethod
     def help(cls) -> str:
@@ -71,6 +79,7 @@ class BulkTier(L2AdapterInterface):  # type: ignore[misc]  # untyped base
     def __init__(self, config: BulkTierConfig, l1_memory_desc: L1MemoryDesc | None = None) -> None:
         super().__init__()
         self._inner = create_l2_adapter(config.inner, l1_memory_desc)
+        self._files = BulkFiles(config.folders) if config.folders else None
         self._deletions = ThreadPoolExecutor(1, "tailreplay-bulk")
         # State, under _lock: tasks under way, with their keys, and objects where they are checked.
         self._lock = threading.Lock()
@@ -163,6 +172,16 @@ class BulkTier(L2AdapterInterface):  # type: ignore[misc]  # untyped base
         """Delete objects."""
         self._inner.delete(keys)
 
+    def delete_unknown(
+        self, namespaces: Collection[bytes], names: Collection[bytes] | None
+    ) -> tuple[int, int] | None:
+        """Delete what no index may know; as `BulkFiles.delete`, None where nothing is listed."""
+        try:
+            return None if self._files is None else self._files.delete(namespaces, names)
+        except OSError as error:
+            logger.warning("a bulk tier can not be listed: %s", error)
+            return None
+
     def get_usage(self) -> AdapterUsage:
         """As the adapter's."""
         return self._inner.get_usage()
@@ -194,6 +213,12 @@ def _config_class(name: str) -> type[L2AdapterConfigBase]:
         raise unknown from error
     found: type[L2AdapterConfigBase] = get_l2_adapter_config_class(name)
     return found
+
+
+def _folders(config: L2AdapterConfigBase) -> tuple[Path, ...]:
+    """Where files lie by LMCache's `fs` adapter, and while they are written."""
+    base = Path(config.base_path)
+    return (base, base / config.relative_tmp_dir) if config.relative_tmp_dir else (base,)
 
 
 def _is_whole(key: ObjectKey, memory: MemoryObj) -> bool:

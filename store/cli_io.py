@@ -121,7 +121,12 @@ def size_of(name: str, text: str) -> int:
 
 def is_left(answer: pb.EraseResponse | pb.RemovePublicResponse) -> bool:
     """Whether anything is left of what was erased, or somebody did not say so."""
-    counted = (answer.cpu_objects_left, answer.redis_keys_left, answer.held_objects)
+    counted = (
+        answer.cpu_objects_left,
+        answer.redis_keys_left,
+        answer.held_objects,
+        answer.bulk_files_left,
+    )
     return any(counted) or bool(answer.silent_stores)
 
 

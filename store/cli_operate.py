@@ -86,6 +86,8 @@ def erase(
     asked.write(plain(answer), cli_tables.removed)
     if is_left(answer):
         asked.deny("not all is erased, or a store did not say so: erase again")
+    elif answer.unlisted_bulk_tiers:
+        asked.deny("a bulk tier can not be listed: what it has beyond the index is unproven")
     elif not answer.namespaces:
         asked.deny(
             "no namespace of this tenant is known: nothing was erased, and nothing is proved"

@@ -61,3 +61,5 @@ def remove(asked: Asked, prefix_hash: Hash) -> None:
     asked.write(plain(answer), cli_tables.removed)
     if is_left(answer):
         asked.deny("not all is erased, or a store did not say so: remove it again")
+    elif answer.unlisted_bulk_tiers:
+        asked.deny("a bulk tier can not be listed: what it has beyond the index is unproven")

@@ -44,6 +44,9 @@ class Erased:
         namespaces: those that were gone through.
         everything: whether those are all, known or not.
         names: of prefixes, if only those were to go; None = all of the namespaces.
+        bulk_files: files deleted in bulk tiers that no index knew of.
+        left_in_bulk: files that are there all the same.
+        unlisted: bulk tiers of which that can not be said.
         stores: other stores that were asked to do the same.
         silent_stores: those of them that have not answered.
     """
@@ -57,6 +60,9 @@ class Erased:
     namespaces: set[bytes] = field(default_factory=set)
     everything: bool = False
     names: set[bytes] | None = None
+    bulk_files: int = 0
+    left_in_bulk: int = 0
+    unlisted: int = 0
     stores: int = 0
     silent_stores: int = 0
 
@@ -74,6 +80,9 @@ class Erased:
             "redis_keys_deleted": self.redis_keys,
             "cpu_objects_left": self.left_in_cpu,
             "redis_keys_left": self.left_in_redis,
+            "bulk_files_deleted": self.bulk_files,
+            "bulk_files_left": self.left_in_bulk,
+            "unlisted_bulk_tiers": self.unlisted,
             "stores": self.stores,
             "silent_stores": self.silent_stores,
         }
@@ -84,6 +93,9 @@ class Erased:
         self.overwritten_bytes += other.overwritten_bytes
         self.held += other.held
         self.left_in_cpu += other.left_in_cpu
+        self.bulk_files += other.bulk_files
+        self.left_in_bulk += other.left_in_bulk
+        self.unlisted += other.unlisted
         self.namespaces |= other.namespaces
 
 
@@ -187,6 +199,16 @@ class Eraser:
         self._catalog.redis.wait_for_commits(self._patience_s)
         if not in_redis:
             self._tiers.overwrite_free()  # where what was evicted or cleared before may lie
+            self._drop_unknown(done)
+
+    def _drop_unknown(self, done: Erased) -> None:
+        """Deletes what bulk tiers have that expired in Redis, or was flushed there."""
+        for found in self._tiers.delete_unknown(done.namespaces, done.names):
+            if found is None:
+                done.unlisted += 1
+            else:
+                done.bulk_files += found[0]
+                done.left_in_bulk += found[1]
 
     def _let_go(self, held: list[ObjectName]) -> list[ObjectName]:
         """Waits a while for those who hold deleted objects; what is written to Redis has arrived.

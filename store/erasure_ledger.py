@@ -169,6 +169,9 @@ def _packed(done: Erased) -> bytes:
         overwritten_bytes=done.overwritten_bytes,
         held_objects=done.held,
         cpu_objects_left=done.left_in_cpu,
+        bulk_files_deleted=done.bulk_files,
+        bulk_files_left=done.left_in_bulk,
+        unlisted_bulk_tiers=done.unlisted,
     ).SerializeToString()
     return _SIZE.pack(len(counts)) + counts + b"".join(done.namespaces)
 
@@ -180,6 +183,9 @@ def _unpacked(body: bytes) -> Erased:
         overwritten_bytes=counts.overwritten_bytes,
         held=counts.held_objects,
         left_in_cpu=counts.cpu_objects_left,
+        bulk_files=counts.bulk_files_deleted,
+        left_in_bulk=counts.bulk_files_left,
+        unlisted=counts.unlisted_bulk_tiers,
         namespaces=set(names_in(body[_SIZE.size + size :])),
     )
     for one in counts.removed:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -274,6 +274,21 @@ class Tiers:
         self._doomed.purge()
         self._behind.delete(keys, in_redis=in_redis)
         return size, [object_name(key) for key in later]
+
+    def delete_unknown(
+        self, namespaces: Collection[bytes], names: Collection[bytes] | None
+    ) -> list[tuple[int, int] | None]:
+        """Delete what bulk places have, known to an index or not.
+
+        Args:
+            namespaces: whose.
+            names: of prefixes, if only those are to go.
+
+        Returns:
+            For each place how many objects have gone and how many are left; None where it can not
+            be listed, so that only what an index knew is gone.
+        """
+        return self._behind.delete_unknown(namespaces, names)
 
     def overwrite_free(self) -> None:
         """Write zeros over room of the pool that is free, where objects were before."""

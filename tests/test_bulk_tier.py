@@ -1,23 +1,29 @@
 """LMCache's file-system adapter beside Redis, end to end."""
 
+import os
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 import redis
 from store_objects import Client, Prefix, span_range
+from typer.testing import CliRunner
 from waiting import until
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
+from tailreplay.store.bulk_files import BulkFiles
 from tailreplay.store.bulk_tier import BulkTierConfig
+from tailreplay.store.cli import app
 from tailreplay.store.config import StoreConfig
+from tailreplay.store.namespace import tenant_digest
 from tailreplay.store.objects import Kind
 
 pytestmark = pytest.mark.redis
 
 PREFIX = Prefix(bytes([7]) * 32, list(range(600)))
 MIB = 1 << 20
+ACME = tenant_digest("acme")
 
 
 @pytest.fixture
@@ -129,6 +135,56 @@ def test_what_is_deleted_goes_from_files_too(opened, folder):
         name = PREFIX.name(Kind.KV, 256)
         store.tiers.delete([name])
         until(lambda: len(files(folder)) == 2)
+
+
+def erased(store) -> pb.EraseResponse:
+    return store.admin.forgetter.erase(pb.EraseRequest(tenant=ACME))
+
+
+def test_files_of_which_no_index_knows_are_erased(opened, folder, raw):
+    """They outlive their manifests: an erasure counted nothing, and left them all."""
+    mine = Prefix(os.urandom(32), range(600), tenant=ACME)
+    with opened() as (_, client):
+        put(client, folder)
+        assert client.put(mine).dropped == 0
+        until(lambda: len(list(folder.glob("*.data"))) == 2 * len(mine.spans()))
+        until(lambda: raw.exists(b"tailreplay:a:owner:" + mine.namespace))
+    raw.delete(*raw.keys("tailreplay:m:*"), *raw.keys("tailreplay:o:*"))  # as they expire
+    begun = folder / f"{mine.namespace.hex()}|kv@0x00000000@0@{'ab' * 32}.tmp"
+    begun.touch()
+    with opened() as (store, _):
+        answer = erased(store)
+    assert (answer.namespaces, answer.redis_keys_left) == (1, 0)
+    assert (answer.bulk_files_deleted, answer.bulk_files_left) == (len(mine.spans()) + 1, 0)
+    assert not [path for path in folder.iterdir() if mine.namespace.hex() in path.name]
+    assert len(list(folder.glob("*.data"))) == len(PREFIX.spans())
+
+
+def test_files_that_can_not_be_deleted_are_left_and_said_to_be(tmp_path):
+    """Of some prefixes too; a folder stands in for a file that nobody may delete."""
+    stuck, other = bytes([1]) * 32, bytes([2]) * 32
+    for name in (stuck, other):
+        (tmp_path / f"{PREFIX.namespace.hex()}|kv@0x00000000@0@{name.hex()}.data").mkdir()
+    (tmp_path / f"{PREFIX.namespace.hex()}|kv@0x00000000@0@{'ab' * 32}.data").touch()
+    files = BulkFiles([tmp_path, tmp_path / "none"])
+    assert files.delete([PREFIX.namespace], [stuck]) == (0, 1)
+    assert files.delete([bytes(32)], None) == (0, 0)
+    assert files.delete([PREFIX.namespace], None) == (1, 2)
+
+
+def test_what_a_tier_has_that_can_not_be_listed_is_not_proved_to_be_gone(redis_server):
+    tiers = ({"type": "mock", "max_size_gb": 1, "mock_bandwidth_gb": 100},)
+    mine = Prefix(os.urandom(32), range(600), tenant=ACME)
+    with (
+        serve_in_thread(redis_url=redis_server.url, bulk_tiers=tiers) as served,
+        closing(Client(served.address)) as client,
+    ):
+        client.put(mine)
+        until(lambda: not client.stats().redis_pending_bytes)
+        done = CliRunner().invoke(app, ["erase", "acme", "--url", served.address])
+    assert done.exit_code == 1
+    assert "can not be listed" in done.stderr
+    assert "unlisted_bulk_tiers  1" in done.stdout
 
 
 def test_settings_that_do_not_go_together_are_refused(tmp_path):

@@ -445,6 +445,7 @@ def test_an_erasure_is_known_for_two_days_of_redis_and_until_another(tables):
 
 def test_an_answer_comes_through_redis_as_it_was(tables):
     done = Erased(overwritten_bytes=7, held=2, left_in_cpu=1, namespaces={b"a" * 32, b"b" * 32})
+    done.bulk_files, done.left_in_bulk, done.unlisted = 5, 4, 3
     done.removed["cpu", KV, "objects"] = 3
     done.removed["cpu", KV, "bytes"] = 300
     erasure_id = new_erasure_id()
