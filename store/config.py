@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from tailreplay.store.access import file_mode
 from tailreplay.store.address import checked_address, is_local
 from tailreplay.store.byte_size import byte_size
 from tailreplay.store.redis_endpoint import RedisEndpoint
@@ -87,6 +88,13 @@ class StoreConfig(BaseSettings):
     access_gid: Annotated[
         int | None,
         Field(ge=0, description="group that may use the sockets and read the pool; none = nobody"),
+    ] = None
+    share_memory_mode: Annotated[
+        str | None,
+        Field(
+            description="mode of the pool's file, octal: who may map it, and with it read every "
+            "tenant's bytes; default: 0600, with access_gid 0640"
+        ),
     ] = None
     index_bytes: Annotated[
         int,
@@ -232,6 +240,11 @@ class StoreConfig(BaseSettings):
     @classmethod
     def _in_bytes(cls, value: object) -> object:
         return byte_size(value) if isinstance(value, str) else value
+
+    @field_validator("share_memory_mode")
+    @classmethod
+    def _safe_mode(cls, value: str | None) -> str | None:
+        return None if value is None else f"{file_mode(value):04o}"
 
     @field_validator("digest_key_file")
     @classmethod

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import tokens as wire_tokens
 from tailreplay.store.abandoned import Abandoned, Guarded
+from tailreplay.store.access import file_mode
 from tailreplay.store.administration import Administration
 from tailreplay.store.auth import ANYONE, Principal, Role
 from tailreplay.store.catalog import Catalog
@@ -325,7 +326,11 @@ class Store:
 def _tiers(config: StoreConfig, catalog: Catalog, clock: Callable[[], float]) -> Tiers:
     """The pool and what is behind it, which tells the catalog what got there."""
     pool = Pool(
-        _identity(config.listen), config.pool_bytes, _shared_memory(config), config.access_gid
+        _identity(config.listen),
+        config.pool_bytes,
+        _shared_memory(config),
+        config.access_gid,
+        None if config.share_memory_mode is None else file_mode(config.share_memory_mode),
     )
     return Tiers(
         pool,

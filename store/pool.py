@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from typing import Literal, TypeAlias
 
 from lmcache.v1.distributed.l1_manager import L1Manager
@@ -30,6 +31,7 @@ class Pool:
         shared_memory: "auto" takes private memory where /dev/shm has too little, "require" takes
             what there is, "off" takes private memory.
         access_gid: group that may read it; None = this user alone.
+        mode: of its file; None = 0600, or 0640 for a group.
 
     Attributes:
         l1: LMCache's manager of it; whoever takes it closes it.
@@ -42,7 +44,12 @@ class Pool:
     """
 
     def __init__(
-        self, identity: str, wanted_bytes: int, shared_memory: SharedMemory, access_gid: int | None
+        self,
+        identity: str,
+        wanted_bytes: int,
+        shared_memory: SharedMemory,
+        access_gid: int | None,
+        mode: int | None = None,
     ) -> None:
         with contextlib.ExitStack() as undo:
             self._shm = ShmPool(identity)
@@ -50,7 +57,9 @@ class Pool:
             self.l1, self.size_bytes, self.shm_path = self._build(wanted_bytes, shared_memory)
             undo.callback(self.l1.close)
             if self.shm_path:
-                let_group_in(self.shm_path, access_gid, 0o640)
+                let_group_in(self.shm_path, access_gid, 0o640 if mode is None else mode)
+                if mode is not None:
+                    os.chmod(self.shm_path, mode)
             touch(self.l1)
             undo.pop_all()
 

@@ -4,11 +4,13 @@ import os
 
 import pytest
 from lane_objects import fetch, put, rows_of
+from pydantic import ValidationError
 from store_objects import Prefix, span_range
 from test_shm_pool import run_with_small_shm
 
 from tailreplay.connector.client import StoreClient
 from tailreplay.store import serve_in_thread
+from tailreplay.store.config import StoreConfig, explained
 from tailreplay.store.errors import StoreUnavailable
 from tailreplay.store.objects import Kind
 
@@ -85,6 +87,29 @@ def test_a_group_is_let_in_and_nobody_else(tmp_path):
         assert mode(address) == mode(f"{address}.lane") == ("0o660", gid)
     with serve_in_thread(pool_bytes=8 << 20) as server:
         assert mode(server.store.tiers.shm_path)[0] == "0o600"
+
+
+@pytest.mark.parametrize(
+    ("mode", "gid"), [("0600", os.getgid()), ("640", None), ("0644", os.getgid()), ("0604", None)]
+)
+def test_the_pools_file_has_the_mode_that_operators_want(mode, gid):
+    with (
+        serve_in_thread(pool_bytes=8 << 20, share_memory_mode=mode, access_gid=gid) as server,
+        StoreClient(server.address, match_timeout_s=20) as client,
+    ):
+        assert os.stat(server.store.tiers.shm_path).st_mode & 0o777 == int(mode, 8)
+        assert client.describe().settings["share_memory_mode"] == mode.zfill(4)
+        assert hits(client)
+
+
+@pytest.mark.parametrize("mode", ["0660", "0602", "0777", "0400", "0700", "4600", "rw", "-640", ""])
+def test_a_mode_that_lets_others_write_or_its_owner_not_is_refused(mode):
+    with pytest.raises(ValidationError) as refused:
+        StoreConfig(share_memory_mode=mode)
+    assert explained(refused.value) == (
+        f"share_memory_mode is {mode!r}: wanted an octal mode that lets none but its owner write: "
+        "0600, 0640, 0604 or 0644"
+    )
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may give files to any group")
