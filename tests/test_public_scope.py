@@ -297,7 +297,8 @@ def test_describe_tells_a_tenant_its_own_namespaces_alone(clients, public):
 def test_guesses_of_what_is_not_registered_are_answered_alike(clients, admin, public):
     """Whether or not the administrator has stored what a rival guesses, behind what is open."""
     behind = Prefix(public.namespace, [*SYSTEM[:WHOLE], *range(6000, 6512)])
-    guesses = [Prefix(public.namespace, behind.ids[:n]) for n in range(500, 1024)]
+    ends = {n + at for n in (512, 768, 1024) for at in (-1, 0, 1)} | {*range(500, 1024, 9)}
+    guesses = [Prefix(public.namespace, behind.ids[:n]) for n in sorted(ends) if n < 1024]
     guesses += [Prefix(public.namespace, [*guess.ids, 77_777]) for guess in guesses]
 
     def answers():
