@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from lmcache.v1.distributed.api import ObjectKey
@@ -41,6 +41,13 @@ class Behind:
         """Take back loads from Redis that are not under way."""
         if self._redis is not None:
             self._redis.cancel(keys)
+
+    def give_up(
+        self, keys: Sequence[ObjectKey], before: Callable[[Sequence[ObjectKey]], None]
+    ) -> None:
+        """Have objects not written to Redis whose write has not begun, as the adapter does it."""
+        if self._redis is not None:
+            self._redis.give_up(keys, before)
 
     def renew(self, keys: Sequence[ObjectKey]) -> list[bool | None]:
         """Give objects in Redis a new life.

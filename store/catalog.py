@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from tailreplay.store.arrivals import Arrivals
+from tailreplay.store.backlog import Backlog
 from tailreplay.store.chain import digest_key
 from tailreplay.store.errors import GeometryMismatch
 from tailreplay.store.holdings import Holdings
@@ -44,11 +45,13 @@ class Catalog:
         clock: seconds that only grow.
         max_blocks: above so many blocks in the index, what only Redis has is forgotten early.
         digest_key: gives the key of the running digests for a namespace.
+        patience_s: longest that one Put waits for Redis to take what is in its way.
 
     Attributes:
         quotas: what each tenant uses, and may.
         public: what of the public scope is open to tenants.
         room: makes room in the CPU tier.
+        backlog: makes it for those that put, who can wait for Redis.
         redis: commits in Redis, and lists what that has.
     """
 
@@ -59,12 +62,14 @@ class Catalog:
         clock: Callable[[], float] = time.monotonic,
         max_blocks: int = 1 << 20,
         digest_key: Callable[[bytes], bytes] = digest_key,
+        patience_s: float = 2.0,
     ) -> None:
         held = self._held = Holdings(to_redis=manifests is not None)
         self.quotas = held.quotas
         self.public = PublicPrefixes()
         self.room = Room(held)
-        self.redis = RedisCatalog(held, manifests, clock, max_blocks, digest_key)
+        self.backlog = Backlog(held, self.room, patience_s, clock)
+        self.redis = RedisCatalog(held, manifests, clock, max_blocks, digest_key, self.backlog)
         self._lock, self._index, self._order = held.lock, held.index, held.order
         self._claims = held.claims
         self._arrivals = Arrivals(held.index, held.sums, held.order, held.claims)
@@ -72,6 +77,7 @@ class Catalog:
     def attach(self, tiers: Tiers) -> None:
         """Names the tiers to evict from; they need this catalog's callbacks when they are made."""
         self.room.attach(tiers)
+        self.backlog.attach(tiers)
         self.redis.attach(tiers)
 
     def match(

@@ -46,10 +46,13 @@ class Claims:
 
     Args:
         to_redis: whether objects go on to Redis.
+
+    Attributes:
+        to_redis: the same.
     """
 
     def __init__(self, *, to_redis: bool) -> None:
-        self._to_redis = to_redis
+        self.to_redis = to_redis
         self._claimed: set[ObjectName] = set()
         self._pending: dict[ObjectName, _Pending] = {}
 
@@ -72,7 +75,7 @@ class Claims:
     def claim(self, name: ObjectName, size: int) -> None:
         """Claims an object of `size` bytes."""
         self._claimed.add(name)
-        if self._to_redis:
+        if self.to_redis:
             # Before the tiers have it, since they may report it written at once.
             self._pending[name] = _Pending(size)
 
@@ -92,6 +95,10 @@ class Claims:
     def is_pending(self, name: ObjectName) -> bool:
         """Whether an object is on its way to Redis."""
         return name in self._pending
+
+    def is_leaving(self, name: ObjectName) -> bool:
+        """Whether an object is on its way to Redis, and nobody brings it anew."""
+        return name in self._pending and name not in self._claimed
 
     def is_written(self, name: ObjectName) -> bool:
         """Whether an object that is still pending has its payload in Redis."""
@@ -130,7 +137,7 @@ class Claims:
         del self._pending[due.record.name]
         return True
 
-    def give_up(self, names: Iterable[ObjectName]) -> None:
-        """Notes that objects will not get to Redis, or are gone."""
-        for name in names:
-            self._pending.pop(name, None)
+    def give_up(self, names: Iterable[ObjectName]) -> int:
+        """Notes that objects will not get to Redis, or are gone; returns bytes that were to go."""
+        gone = (self._pending.pop(name, None) for name in names)
+        return sum(pending.size for pending in gone if pending is not None)

@@ -188,6 +188,14 @@ class StoreConfig(BaseSettings):
         float,
         Field(gt=0, description="a writer that sends nothing for so long is cut off, seconds"),
     ] = 15.0
+    put_patience_s: Annotated[
+        float,
+        Field(
+            ge=0,
+            description="longest that a Put, full pool, waits for Redis to take what is in its "
+            "way, in all, s; then the oldest of that stays out of Redis",
+        ),
+    ] = 2.0
     admit: Annotated[
         Literal["first", "second"],
         Field(

@@ -98,6 +98,7 @@ class Store:
             clock=clock,
             max_blocks=config.index_bytes // INDEX_BLOCK_BYTES,
             digest_key=self._digest_key,
+            patience_s=config.put_patience_s,
         )
         self.tiers = _tiers(config, self.catalog, clock)
         self.catalog.attach(self.tiers)

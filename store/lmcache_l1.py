@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -16,6 +16,7 @@ from lmcache.v1.distributed.config import (
     L1MemoryManagerConfig,
     StorageManagerConfig,
 )
+from lmcache.v1.distributed.internal_api import L1ManagerListener
 from lmcache.v1.distributed.l1_manager import L1Manager
 from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase, L2AdaptersConfig
 from lmcache.v1.distributed.storage_manager import StorageManager
@@ -142,3 +143,31 @@ def overwrite_free(l1: L1Manager) -> None:
 def bytes_of(memory: MemoryObj) -> memoryview:
     """Return a writable view of an object's bytes in the pool."""
     return memoryview(memory.byte_array).cast("B")
+
+
+def tell_released(l1: L1Manager, tell: Callable[[], None]) -> None:
+    """Have `tell` called, under the pool's lock, whenever readers let go of objects.
+
+    LMCache, which reads them for Redis, is one.
+    """
+    l1.register_listener(_ReleaseListener(tell))
+
+
+class _ReleaseListener(L1ManagerListener):  # type: ignore[misc]  # untyped base
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
+
+    def on_l1_keys_read_finished(self, keys: list[ObjectKey]) -> None:
+        self._tell()
+
+    def on_l1_keys_reserved_read(self, keys: list[ObjectKey]) -> None: ...
+
+    def on_l1_keys_reserved_write(self, keys: list[ObjectKey]) -> None: ...
+
+    def on_l1_keys_write_finished(self, keys: list[ObjectKey]) -> None: ...
+
+    def on_l1_keys_finish_write_and_reserve_read(self, keys: list[ObjectKey]) -> None: ...
+
+    def on_l1_keys_deleted_by_manager(self, keys: list[ObjectKey]) -> None: ...
+
+    def on_l1_keys_accessed(self, keys: list[ObjectKey]) -> None: ...

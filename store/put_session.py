@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -54,6 +55,7 @@ class PutSession:
     ) -> None:
         self._catalog = catalog
         self._tiers = tiers
+        self._waited_s = 0.0
         self._prompt = prompt
         self._max_object_bytes = max_object_bytes
         self._sightings = sightings
@@ -139,7 +141,8 @@ class PutSession:
             batch.append(due := _Due(wanted, self._name(wanted)))
             by_size.setdefault(wanted.size_bytes, []).append(due)
         try:
-            if self._catalog.room.allow(self._prompt.namespace, batch[0].wanted.size_bytes):
+            first_bytes = batch[0].wanted.size_bytes
+            if self._catalog.room.allow(self._prompt.namespace, first_bytes, self._make_room):
                 for size, dues in by_size.items():
                     self._reserve(dues, size)
         except BaseException:
@@ -159,8 +162,16 @@ class PutSession:
             if due.outcome is PutOutcome.EXISTS and self._tiers.evict([due.name]):
                 # It was approximate, or a load from Redis that nobody waited for left it unlisted.
                 self._ask([due], size)
-            while due.outcome is PutOutcome.FULL and self._catalog.room.make(size):
+            while due.outcome is PutOutcome.FULL and self._make_room(size):
                 self._ask([due], size)
+
+    def _make_room(self, size: int, tenant: bytes | None = None) -> bool:
+        """As `Backlog.make_room`, as long as this Put has not waited for too long already."""
+        began_s = time.monotonic()
+        try:
+            return self._catalog.backlog.make_room(size, tenant, waited_s=self._waited_s)
+        finally:
+            self._waited_s += time.monotonic() - began_s
 
     def _ask(self, dues: Sequence[_Due], size: int) -> None:
         places = self._tiers.reserve([due.name for due in dues], size)

@@ -20,6 +20,7 @@ from tailreplay.store.retelling import block_again
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from tailreplay.store.backlog import Backlog
     from tailreplay.store.claims import Due
     from tailreplay.store.holdings import Holdings
     from tailreplay.store.manifest import Manifests
@@ -50,6 +51,7 @@ class RedisCatalog:
         clock: seconds that only grow.
         max_blocks: above so many blocks in the index, what only Redis has is forgotten early.
         digest_key: gives the key of the running digests for a namespace.
+        backlog: told of what Redis has taken, or will not take.
     """
 
     def __init__(
@@ -59,8 +61,10 @@ class RedisCatalog:
         clock: Callable[[], float],
         max_blocks: int,
         digest_key: Callable[[bytes], bytes],
+        backlog: Backlog,
     ) -> None:
         self._digest_key = digest_key
+        self._backlog = backlog
         self._held = held
         self._manifests = manifests
         self._clock = clock
@@ -80,6 +84,7 @@ class RedisCatalog:
         """Objects' payloads are in Redis; those already admitted are committed."""
         with self._held.lock:
             ready = self._held.claims.written(names)
+        self._backlog.note_taken()
         self.commit(ready)
 
     def failed(self, names: Sequence[ObjectName]) -> None:
@@ -87,6 +92,7 @@ class RedisCatalog:
         with self._held.lock:
             self._held.claims.give_up(names)
             self._held.counts["redis_failed"] += len(names)
+        self._backlog.note_move()
 
     def commit(self, names: Sequence[ObjectName]) -> None:
         """Writes the manifests of admitted objects whose payload is in Redis."""
@@ -123,6 +129,8 @@ class RedisCatalog:
                     held.place(one.record, in_redis=True)
                 elif not (one.record.exists or held.claims.is_on_its_way(one.record.name)):
                     overtaken.append((one.home.called, entry_of(one.record).field))
+        if any(lives for lives in taken.values()):
+            self._backlog.note_taken()
         self.forget(overtaken)
         self.failed([one.record.name for one in due if not taken[one]])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import heapq
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 FLIGHT_BYTES = 4 << 20
@@ -101,17 +101,25 @@ class JobQueue:
 
     def remove_loads(self, which: Callable[[Load], bool]) -> list[Load]:
         """Take some loads out, wherever they stand."""
-        stay, gone = [], []
-        for entry in self._jobs:
-            job = entry[2]
-            if isinstance(job, Load) and which(job):
-                gone.append(job)
-            else:
-                stay.append(entry)
-        if gone:
-            heapq.heapify(stay)
-            self._jobs = stay
+        gone = [job for _, _, job in self._jobs if isinstance(job, Load) and which(job)]
+        self._remove(gone)
         return gone
+
+    def stores_among(self, some: Collection[Store]) -> list[Store]:
+        """Say which of some stores are queued."""
+        return [job for _, _, job in self._jobs if isinstance(job, Store) and job in some]
+
+    def remove_stores(self, some: Collection[Store]) -> list[Store]:
+        """Take out those of some stores that are queued."""
+        gone = self.stores_among(some)
+        self._remove(gone)
+        return gone
+
+    def _remove(self, gone: Collection[Job]) -> None:
+        if gone:
+            out = set(gone)
+            self._jobs = [entry for entry in self._jobs if entry[2] not in out]
+            heapq.heapify(self._jobs)
 
     def _next_load(self, priority: Priority) -> Load | None:
         if not self.has(priority):

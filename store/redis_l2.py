@@ -29,6 +29,7 @@ from tailreplay.store.redis_l2_config import TailReplayRedisL2Config
 from tailreplay.store.redis_object_keys import redis_key
 from tailreplay.store.redis_pages import RedisPages
 from tailreplay.store.redis_shard import RedisShard, ShardCounters
+from tailreplay.store.redis_writes import RedisWrites, Write
 
 ADAPTER_TYPE = "tailreplay_redis"
 
@@ -111,6 +112,7 @@ class TailReplayRedisL2(L2AdapterInterface):  # type: ignore[misc]  # untyped ba
         self._lookup_event = create_event_notifier()
         self._load_event = create_event_notifier()
         self._task_ids = itertools.count()
+        self._writes = RedisWrites()
         # State, under _lock: finished tasks that nobody has asked for yet.
         self._lock = threading.Lock()
         self._stores: dict[int, L2StoreResult] = {}
@@ -140,11 +142,32 @@ class TailReplayRedisL2(L2AdapterInterface):  # type: ignore[misc]  # untyped ba
         task_id = next(self._task_ids)
         sizes = [memory.get_size() for memory in objects]
         task = _Task(keys, lambda task: self._finish_store(task_id, task, sizes))
+        writes = []
         for position, (key, memory) in enumerate(zip(keys, objects, strict=True)):
             payload = memoryview(memory.byte_array).cast("B")
-            done = _answer_one(task, position)
-            self._shard_of(key).store(Store(redis_key(self._prefix, key), payload, done))
+            store = Store(
+                redis_key(self._prefix, key), payload, self._written(task_id, task, position)
+            )
+            writes.append(Write(key, self._shard_of(key), store))
+        if writes:
+            self._writes.begin(task_id, writes)
+        for write in writes:
+            write.shard.store(write.store)
         return task_id
+
+    def give_up(
+        self, keys: Sequence[ObjectKey], before: Callable[[Sequence[ObjectKey]], None]
+    ) -> None:
+        """Fail the writes of some objects, and of what goes with them, where none is under way.
+
+        Args:
+            keys: which.
+            before: told of all those before they fail.
+        """
+        gone = self._writes.take_back(keys)
+        before([write.key for write in gone])
+        for write in gone:
+            write.store.done(False)
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
         """Return the finished store tasks, each once; one failed object makes its task failed."""
@@ -305,6 +328,13 @@ class TailReplayRedisL2(L2AdapterInterface):  # type: ignore[misc]  # untyped ba
             if found is None:
                 self._notify_missed([task.keys[p] for p in positions], Miss.AWAY)
             task.answer(positions, found or [False] * len(positions))
+
+        return done
+
+    def _written(self, task_id: int, task: _Task, position: int) -> Callable[[bool], None]:
+        def done(success: bool) -> None:
+            self._writes.done(task_id, position)
+            task.answer([position], [success])
 
         return done
 

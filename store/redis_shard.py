@@ -47,7 +47,7 @@ class ShardCounters:
     """What happened since the start, in keys unless the name says otherwise.
 
     loads = loaded + absent + integrity_errors + load_failures + cancelled, and stores = stored +
-    refused + store_failures, once nothing is in flight.
+    refused + store_failures + given_up, once nothing is in flight.
     """
 
     lookups: int = 0
@@ -67,6 +67,8 @@ class ShardCounters:
     refused: int = 0
     """Stores that the server answered with an error, such as OOM."""
     store_failures: int = 0
+    given_up: int = 0
+    """Stores that were taken back before they began."""
     deletes: int = 0
 
 
@@ -146,6 +148,18 @@ class RedisShard:
             gone = self._jobs.remove_loads(lambda load: load.key in keys)
         for load in gone:
             self._end_load(load, Outcome.CANCELLED)
+
+    def queued(self, stores: Collection[Store]) -> int:
+        """Say how many of some stores have not begun."""
+        with self._lock:
+            return len(self._jobs.stores_among(stores))
+
+    def take_back(self, stores: Collection[Store]) -> list[Store]:
+        """Take back those of some stores that have not begun; the caller tells their outcome."""
+        with self._lock:
+            gone = self._jobs.remove_stores(stores)
+        self._count(stores=len(gone), given_up=len(gone))
+        return gone
 
     def lookup(self, keys: Sequence[bytes], *, done: Callable[[list[bool] | None], None]) -> None:
         """Say for each key whether it is stored, past any loads and stores in the queue.

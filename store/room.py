@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tailreplay.store.record import Record
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from tailreplay.store.holdings import Holdings
     from tailreplay.store.quota import Limits
@@ -37,16 +37,19 @@ class Room:
         """Names the tiers to evict from."""
         self._tiers = tiers
 
-    def allow(self, namespace: bytes, size: int) -> bool:
+    def allow(
+        self, namespace: bytes, size: int, make: Callable[[int, bytes], bool] | None = None
+    ) -> bool:
         """Whether a tenant may have so much more in the CPU tier; its own oldest objects go first.
 
         Args:
             namespace: one of the tenant's.
             size: bytes.
+            make: in place of `make`.
         """
         tenant = self._quotas.owner(namespace)
         over = self._quotas.over(tenant, "cpu", size)
-        if over and self.make(over, tenant):
+        while over and (make or self.make)(over, tenant):
             over = self._quotas.over(tenant, "cpu", size)
         if over:
             self._quotas.refused(tenant)

@@ -27,6 +27,7 @@ from tailreplay.store.lmcache_l1 import (
     object_key,
     object_name,
     overwrite_free,
+    tell_released,
 )
 from tailreplay.store.loader import Loaded, Loader
 from tailreplay.store.misses import Miss
@@ -251,6 +252,26 @@ class Tiers:
         dropped = [key for key, error in outcomes.items() if error is L1Error.SUCCESS]
         self._write_back.failed(dropped)
         return sum(sizes[key] for key in dropped)
+
+    def give_up(self, names: Sequence[ObjectName]) -> list[ObjectName]:
+        """Have objects stay out of Redis whose way there has not begun; nobody is told of them.
+
+        Returns:
+            Those that may be evicted soon: these, what LMCache writes in one go with them, and
+            those of `names` that have had their outcome.
+        """
+        keys, gone = [object_key(name) for name in names], list[ObjectKey]()
+        self._behind.give_up(keys, lambda some: gone.extend(self._write_back.withdraw(some)))
+        over = [key for key in keys if not self._write_back.is_pending(key)]
+        return [object_name(key) for key in dict.fromkeys([*gone, *over])]
+
+    def tell_released(self, tell: Callable[[], None]) -> None:
+        """Have `tell` called when objects may be evicted that were read, or written to Redis.
+
+        It is called under a lock of the pool, and must neither wait nor ask anything of it.
+        """
+        if self._behind:
+            tell_released(self._l1, tell)
 
     def delete(
         self, names: Sequence[ObjectName], *, overwrite: bool = False, in_redis: bool = True

@@ -75,6 +75,23 @@ class WriteBack(Generic[K]):
                         over.append(key)
         self.failed(over)
 
+    def withdraw(self, keys: Sequence[K]) -> list[K]:
+        """End the way of objects that one place alone may still take; nobody is told of them.
+
+        Returns:
+            Those that go nowhere any more, the ones that were on no way among them.
+        """
+        with self._lock:
+            gone = [key for key in keys if self._left.get(key, 1) == 1]
+            for key in gone:
+                self._pending.pop(key, None)
+                self._left.pop(key, None)
+        return gone
+
+    def is_pending(self, key: K) -> bool:
+        """Return whether an object has no outcome yet."""
+        return key in self._pending
+
     def failed(self, keys: Sequence[K]) -> None:
         """Take note that objects will not get to Redis; those not on their way don't matter."""
         self._settle(keys, self._on_failed)

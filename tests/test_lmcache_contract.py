@@ -123,6 +123,21 @@ def test_records_have_the_fields_that_we_use(kind, names):
     assert names <= {f.name for f in fields(kind)}
 
 
+def test_the_pool_tells_listeners_what_ours_listen_to():
+    assert internal_api.L1ManagerListener.__abstractmethods__ == {
+        f"on_l1_keys_{what}"
+        for what in (
+            "reserved_read",
+            "read_finished",
+            "reserved_write",
+            "write_finished",
+            "finish_write_and_reserve_read",
+            "deleted_by_manager",
+            "accessed",
+        )
+    }
+
+
 def test_listeners_are_told_what_ours_listen_to():
     told = internal_api.L2AdapterListener.__abstractmethods__
     assert told == {"on_l2_keys_stored", "on_l2_keys_accessed", "on_l2_keys_deleted"}

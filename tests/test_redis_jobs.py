@@ -53,3 +53,12 @@ def test_loads_can_be_taken_back_wherever_they_stand():
         Priority.LOAD,
     ]
     assert taken(queue) == [[b"3"], [b"1"], [b"2"]]
+
+
+def test_stores_can_be_taken_back_those_alone_and_those_of_the_same_key_stay():
+    first, second, third = store(1), store(1), store(2)
+    queue = filled(first, load(1), second, third)
+    assert queue.stores_among({second, third, store(1)}) == [second, third]
+    assert queue.remove_stores({second, store(1)}) == [second]
+    assert taken(queue) == [[b"1"], [b"1"], [b"2"]]
+    assert queue.remove_stores({first}) == []

@@ -4,6 +4,7 @@ import threading
 import time
 from contextlib import closing
 
+import pytest
 from store_objects import GEOMETRY, Client, Prefix, span_range
 
 from tailreplay.store import serve_in_thread
@@ -38,14 +39,35 @@ class Reader(threading.Thread):
                     self.whole += 1
 
 
-def test_a_burst_of_twice_the_pool_under_readers_loses_no_write_and_cuts_no_reader():
-    settings = {"pool_bytes": 8 * MIB, "fetch_window_bytes": MIB, "stall_limit_s": 30.0}
+NO_REDIS, REDIS, FROZEN_REDIS = "no Redis", "a Redis", "a Redis that is frozen"
+
+
+@pytest.fixture(
+    params=[
+        NO_REDIS,
+        pytest.param(REDIS, marks=pytest.mark.redis),
+        pytest.param(FROZEN_REDIS, marks=pytest.mark.redis),
+    ]
+)
+def behind(request):
+    """Settings with what is behind the pool, and what to do before the burst."""
+    if request.param == NO_REDIS:
+        return {}, lambda: None
+    redis = request.getfixturevalue("redis_server")
+    before = redis.pause if request.param == FROZEN_REDIS else lambda: None
+    return {"redis_url": redis.url, "put_patience_s": 0.5}, before
+
+
+def test_a_burst_of_twice_the_pool_under_readers_loses_no_write_and_cuts_no_reader(behind):
+    redis, before = behind
+    settings = {"pool_bytes": 8 * MIB, "fetch_window_bytes": MIB, "stall_limit_s": 30.0, **redis}
     with serve_in_thread(**settings) as server, closing(Client(server.address)) as client:
         hot, stop = prefix_of(0), threading.Event()
         client.put(hot, hot.spans(KV))
         readers = [Reader(server.address, hot, stop) for _ in range(2)]
         for reader in readers:
             reader.start()
+        before()
         for number in range(1, 2 * server.store.tiers.pool_bytes // (BLOCKS * BLOCK_BYTES) + 2):
             prefix = prefix_of(number)
             answer = client.put(prefix, prefix.spans(KV))
