@@ -130,7 +130,7 @@ class Bench:
             connector = {"match_timeout_s": DEADLINE_S, "match_grace_s": grace_s}
             connector |= {"tenant": str(grace_s)}
             engine = self._engine(f"unix://{folder}/store.sock", connector=connector)
-            result[f"prefilled_with_{grace_s}_s"] = stopped(engine, store.child, self._pairs // 3)
+            result[f"prefilled_with_{grace_s}_s"] = stopped(engine, store.child, self._pairs // 4)
         result["lookups"] = lookups(f"unix://{folder}/store.sock", 60.0)
         return {"late": result}
 
