@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from lmcache.v1.distributed.api import ObjectKey
@@ -36,6 +36,15 @@ class Behind:
     ) -> list[tuple[int, int] | None]:
         """Drop what bulk places have, known to an index or not; as `BulkTier.delete_unknown`."""
         return [adapter.delete_unknown(namespaces, names) for adapter in self._adapters[1:]]
+
+    def own(self, owners: Mapping[bytes, bytes]) -> None:
+        """Note tenants by namespace where that outlives Redis."""
+        for adapter in self._adapters[1:]:
+            adapter.own(owners)
+
+    def namespaces_of(self, tenant: bytes) -> set[bytes]:
+        """Tell what was noted there as a tenant's."""
+        return set[bytes]().union(*(one.namespaces_of(tenant) for one in self._adapters[1:]))
 
     def cancel(self, keys: Sequence[ObjectKey]) -> None:
         """Take back loads from Redis that are not under way."""

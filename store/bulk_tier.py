@@ -182,6 +182,22 @@ class BulkTier(L2AdapterInterface):  # type: ignore[misc]  # untyped base
             logger.warning("a bulk tier can not be listed: %s", error)
             return None
 
+    def own(self, owners: Mapping[bytes, bytes]) -> None:
+        """Note tenants by namespace beside the files, where there are files."""
+        try:
+            if self._files is not None:
+                self._files.own(owners)
+        except OSError as error:
+            logger.warning("a bulk tier does not note whose its files are: %s", error)
+
+    def namespaces_of(self, tenant: bytes) -> set[bytes]:
+        """Tell what was noted as a tenant's; nothing where that can not be said."""
+        try:
+            return set() if self._files is None else self._files.namespaces_of(tenant)
+        except (OSError, ValueError) as error:
+            logger.warning("a bulk tier does not say whose its files are: %s", error)
+            return set()
+
     def get_usage(self) -> AdapterUsage:
         """As the adapter's."""
         return self._inner.get_usage()

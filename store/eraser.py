@@ -117,6 +117,10 @@ class Eraser:
         self._ledger = ledger
         self._patience_s = patience_s
 
+    def namespaces_of(self, tenant: bytes) -> set[bytes]:
+        """Namespaces of a tenant of which nobody else may know: bulk tiers' files outlive Redis."""
+        return self._tiers.namespaces_of(tenant)
+
     def clear(self, namespaces: Collection[bytes] | None) -> Erased:
         """Forgets all objects of some namespaces, or of all; as `drop`, but overwrites nothing."""
         everything = namespaces is None

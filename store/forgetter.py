@@ -13,6 +13,8 @@ from tailreplay.store.quota import NO_TENANT
 from tailreplay.store.tier_bytes import tier_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from tailreplay.store.eraser import Erased, Eraser
     from tailreplay.store.erasures import Erasures
     from tailreplay.store.ledger import Ledger
@@ -105,7 +107,11 @@ class Forgetter:
         Raises:
             StoreUnavailable: Redis does not forget whose it was; the CPU tier has been cleared.
         """
-        own = self._quotas.namespaces(erasure.tenant) if erasure.tenant else []
+        own = set[bytes]()
+        if erasure.tenant:
+            in_files = self._eraser.namespaces_of(erasure.tenant)
+            own = self._not_anothers(erasure.tenant, in_files)
+            own.update(self._quotas.namespaces(erasure.tenant))
         if erasure.clears:
             spaces = None if erasure.everything else erasure.namespaces.union(own)
             return self._eraser.clear(spaces)
@@ -113,23 +119,31 @@ class Forgetter:
         self._operators.disown(own)
         return done
 
+    def _not_anothers(self, tenant: bytes, spaces: Collection[bytes]) -> set[bytes]:
+        """What was a tenant's once, without what is another's by now, as far as can be said."""
+        try:
+            owners = self._ledger.owners_of(spaces) if self._ledger is not None else {}
+        except StoreUnavailable as error:
+            logger.debug("whose namespaces are by now is not known: %s", error)
+            return set()
+        its_own = (NO_TENANT, tenant)
+        return {
+            space
+            for space in spaces
+            if owners.get(space, NO_TENANT) in its_own and self._quotas.owner(space) in its_own
+        }
+
     def _erased_before(self, tenant: bytes) -> set[bytes]:
-        """What was a tenant's when it was erased lately, and is no other's since.
+        """What was a tenant's when it was erased lately.
 
         So that who erases again, since somebody did not answer, has the same looked for.
         """
         try:
             before = self._erasures.known_of(tenant)
-            owners = self._ledger.owners_of(before) if self._ledger is not None else {}
         except StoreUnavailable as error:
             logger.debug("what was erased before is not known: %s", error)
             return set()
-        its_own = (NO_TENANT, tenant)
-        return {
-            space
-            for space in before
-            if owners.get(space, NO_TENANT) in its_own and self._quotas.owner(space) in its_own
-        }
+        return self._not_anothers(tenant, before)
 
     def _told(self, tenant: bytes) -> frozenset[bytes]:
         """What other stores have told Redis of a tenant's namespaces."""

@@ -224,6 +224,7 @@ class Operators:
                 written = {s: t for s, (t, until_s) in self._written.items() if now_s < until_s}
             news = {s: t for s, t in owners if s in spaces and written.get(s) != t}
             ledger.own(news)
+            self._tiers.own(news)
             # Or what was erased meanwhile would be said to be there.
             ledger.disown(space for space, t in news.items() if self._quotas.owner(space) != t)
             with self._lock:

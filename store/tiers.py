@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -310,6 +310,14 @@ class Tiers:
             be listed, so that only what an index knew is gone.
         """
         return self._behind.delete_unknown(namespaces, names)
+
+    def own(self, owners: Mapping[bytes, bytes]) -> None:
+        """Note tenants by namespace in bulk places, whose files outlive what Redis knows."""
+        self._behind.own(owners)
+
+    def namespaces_of(self, tenant: bytes) -> set[bytes]:
+        """Namespaces of a tenant as far as bulk places have noted it."""
+        return self._behind.namespaces_of(tenant)
 
     def overwrite_free(self) -> None:
         """Write zeros over room of the pool that is free, where objects were before."""

@@ -141,7 +141,8 @@ def erased(store) -> pb.EraseResponse:
     return store.admin.forgetter.erase(pb.EraseRequest(tenant=ACME))
 
 
-def test_files_of_which_no_index_knows_are_erased(opened, folder, raw):
+@pytest.mark.parametrize("what", ["tailreplay:[mo]:*", "*"], ids=["expired", "flushed"])
+def test_files_of_which_no_index_knows_are_erased(opened, folder, raw, what):
     """They outlive their manifests: an erasure counted nothing, and left them all."""
     mine = Prefix(os.urandom(32), range(600), tenant=ACME)
     with opened() as (_, client):
@@ -149,7 +150,7 @@ def test_files_of_which_no_index_knows_are_erased(opened, folder, raw):
         assert client.put(mine).dropped == 0
         until(lambda: len(list(folder.glob("*.data"))) == 2 * len(mine.spans()))
         until(lambda: raw.exists(b"tailreplay:a:owner:" + mine.namespace))
-    raw.delete(*raw.keys("tailreplay:m:*"), *raw.keys("tailreplay:o:*"))  # as they expire
+    raw.delete(*raw.keys(what))
     begun = folder / f"{mine.namespace.hex()}|kv@0x00000000@0@{'ab' * 32}.tmp"
     begun.touch()
     with opened() as (store, _):
@@ -158,6 +159,21 @@ def test_files_of_which_no_index_knows_are_erased(opened, folder, raw):
     assert (answer.bulk_files_deleted, answer.bulk_files_left) == (len(mine.spans()) + 1, 0)
     assert not [path for path in folder.iterdir() if mine.namespace.hex() in path.name]
     assert len(list(folder.glob("*.data"))) == len(PREFIX.spans())
+
+
+def test_files_say_whose_they_are_for_as_long_as_there_are_any(tmp_path):
+    files, space, other = BulkFiles([tmp_path]), PREFIX.namespace, bytes([9]) * 32
+    files.own({space: ACME, other: tenant_digest("other")})
+    files.own({space: ACME})
+    assert files.namespaces_of(ACME) == {space}
+    stuck = tmp_path / f"{space.hex()}|kv@0x00000000@0@{'ab' * 32}.data"
+    stuck.mkdir()
+    assert files.delete([space], None) == (0, 1)
+    assert files.namespaces_of(ACME) == {space}
+    stuck.rmdir()
+    assert files.delete([space], None) == (0, 0)
+    assert files.namespaces_of(ACME) == set()
+    assert files.namespaces_of(tenant_digest("other")) == {other}
 
 
 def test_files_that_can_not_be_deleted_are_left_and_said_to_be(tmp_path):
