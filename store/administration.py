@@ -129,6 +129,7 @@ class Administration:
             has_redis: whether Redis answers; else nobody waits for it here.
         """
         if has_redis:
+            self.operators.close()
             self.erasures.leave()
         if self._tables is not None:
             self._tables.close()

@@ -181,6 +181,13 @@ class Operators:
         for tenant in self._quotas.take_stale():
             self._catalog.limit(tenant, self._quotas.limits(tenant))
 
+    def close(self) -> None:
+        """Says whose namespaces are whose as far as Redis was not told yet."""
+        try:
+            self._agree_on_owners(self._ledger)
+        except StoreUnavailable as error:
+            logger.debug("whose namespaces are was not said at the end: %s", error)
+
     def redis_lost(self) -> None:
         """Says anew whose namespaces are whose, since Redis may have forgotten it."""
         with self._lock:

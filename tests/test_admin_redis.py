@@ -323,6 +323,20 @@ def test_whose_a_namespace_is_and_what_it_is_called_is_said_again_each_day(
         until(is_said)
 
 
+def test_whose_a_namespace_is_is_said_before_a_store_ends(running, clock, tmp_path):
+    """It was said each second, so who put and stopped at once left what nobody could erase."""
+    server, raw = running
+    prefix = prefix_of(ACME)
+    config = StoreConfig(
+        listen=f"unix://{tmp_path}/s.sock", pool_bytes=8 * MIB, redis_url=server.url
+    )
+    with closing(Store(config, clock=clock)) as store:
+        store.admin.operators.tick()  # the last one, since the clock stands
+        store.put(put_frames(prefix), lambda: None)
+        assert not owner_is_written(raw, prefix)
+    assert owner_is_written(raw, prefix)
+
+
 def test_erasing_and_limits_reach_every_server(start_redis):
     servers = [start_redis(), start_redis()]
     url = " ".join(server.url for server in servers)
