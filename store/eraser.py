@@ -160,6 +160,25 @@ class Eraser:
         """
         self._delete_in_redis(None if done.everything else done.namespaces, done, done.names)
 
+    def drop_again(self, done: Erased, *, overwrite: bool) -> None:
+        """Takes out what was read of in Redis before it was deleted there.
+
+        Args:
+            done: what was dropped.
+            overwrite: whether to write zeros over it.
+        """
+        if self._tiers.has_bulk:  # which may have what Redis has not
+            return
+        records = [
+            record
+            for record in self._all_of(None if done.everything else done.namespaces)
+            if record.in_redis and (done.names is None or record.name.prefix_hash in done.names)
+        ]
+        for batch in _batches(records):
+            there = self._tiers.exist([record.name for record in batch])
+            gone = [r for r, is_there in zip(batch, there, strict=True) if is_there is False]
+            self._drop(gone, Erased(), in_redis=not overwrite)
+
     def sweep_in_redis(self, done: Erased) -> None:
         """Deletes what manifests hold of blocks in which Redis has nothing any more.
 

@@ -30,6 +30,10 @@ _LOOK_EVERY_S = 0.05
 _ROUNDS = 3
 """Times that stores are asked again, since one of them knew of more namespaces."""
 
+_AGAIN_S = (1.0, 4.0, 12.0)
+"""So long after it was done here it is looked for what was read of in Redis meanwhile: the asker
+deletes that last, and waits up to ten seconds before it does."""
+
 _KNOWN_S = 2 * 24 * 3600.0
 """For so long it is known what was asked for and done, whatever Redis still knows of it."""
 
@@ -55,10 +59,12 @@ class Erasures:
         self._eraser = eraser
         self._here = here
         self._patience_s = patience_s
-        # Touched by `tick` alone: when this store last said that it lives; and the namespaces that
-        # it has gone through for erasures that it could not end, since Redis did not answer.
+        # Touched by `tick` alone, up to `_again`: when this store last said that it lives; and the
+        # namespaces it has gone through for erasures it could not end, as Redis did not answer.
         self._lived_at_s = -math.inf
         self._gone_through: dict[bytes, frozenset[bytes]] = {}
+        # And what is to be looked for again, and when.
+        self._again: list[tuple[float, Erased, bool]] = []
         # Guarded by _lock: since when erasures need nothing more here, None before it has joined;
         # those that were asked for here, but for blocks; and whether Redis may have lost them.
         self._lock = threading.Lock()
@@ -120,6 +126,7 @@ class Erasures:
                 done.names.update(names)
             self._close(self._ledger, self._ask_others(self._ledger, erasure, done), done)
             self._eraser.delete_in_redis(done)
+            self._eraser.drop_again(done, overwrite=not erasure.clears)
         except StoreUnavailable as error:
             raise StoreUnavailable(f"the CPU tier was cleared, Redis was not: {error}") from error
         return done
@@ -135,6 +142,7 @@ class Erasures:
             asked = self._ledger.asked()
             self._ask_again(self._ledger, asked)
             self._carry_out(self._ledger, asked)
+            self._look_again()
         except StoreUnavailable as error:
             logger.debug("other stores' erasures wait: %s", error)
 
@@ -152,12 +160,21 @@ class Erasures:
                 self._finish_late(ledger, erasure, done)
             self._note_done(erasure_id)
             del self._gone_through[erasure_id]
+            now_s, overwrite = time.monotonic(), not erasure.clears
+            self._again += [(now_s + after_s, done, overwrite) for after_s in _AGAIN_S]
             logger.info("forgot %d objects, as another store was asked to", done.objects)
         with self._lock:
             now_s = time.monotonic()
             known = self._done or dict.fromkeys(asked, now_s)
             self._done = {i: at for i, at in known.items() if i in asked or now_s < at + _KNOWN_S}
             self._own = {i: own for i, own in self._own.items() if i in self._done}
+
+    def _look_again(self) -> None:
+        now_s = time.monotonic()
+        due = [one for one in self._again if one[0] <= now_s]
+        self._again = [one for one in self._again if one[0] > now_s]
+        for _, done, overwrite in due:
+            self._eraser.drop_again(done, overwrite=overwrite)
 
     def _finish_late(self, ledger: ErasureLedger, erasure: Erasure, done: Erased) -> None:
         """Does what the asker has not, since this store was not done by then.

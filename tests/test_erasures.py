@@ -180,6 +180,55 @@ def test_a_store_of_which_redis_knows_nothing_erases_when_it_is_back(stores, red
     until(lambda: not keys(prefix))
 
 
+@pytest.mark.parametrize("forget", ["erase", "clear"])
+def test_what_the_asker_reads_of_before_others_are_done_goes_too(stores, keys, forget):
+    (_, writer), (second, operator) = stores
+    prefix = prefix_of(ACME)
+    writer.put(prefix)
+    until(lambda: not writer.stats().redis_pending_bytes)
+    until(lambda: second.store.admin.operators._ledger.namespaces_of(ACME))
+    ledger = second.store.admin.erasures._ledger
+    ask = ledger.ask
+
+    def read_first(*what) -> None:
+        ledger.ask = ask
+        until(lambda: operator.fetch(prefix, span_range(KV, 0, 1000)).ended == [0])
+        ask(*what)
+
+    ledger.ask = read_first
+    answer = erase(operator) if forget == "erase" else clear(operator)
+    assert answer.stores == 1
+    assert not second.store.catalog.select(lambda _: True)
+    assert not second.store.tiers.used_bytes
+    assert not keys(prefix)
+
+
+def test_what_others_have_read_of_and_redis_has_not_is_looked_for_again(
+    stores, keys, redis_server, monkeypatch
+):
+    (first, writer), (_, operator) = stores
+    monkeypatch.setattr("tailreplay.store.erasures._AGAIN_S", (0.0,))
+    gone, kept = prefix_of(ACME), prefix_of(ACME)
+    for prefix in (gone, kept):
+        writer.put(prefix)
+        until(lambda: not writer.stats().redis_pending_bytes)
+    here = first.store.admin.erasures._here
+
+    def nothing_yet(erasure: Erasure) -> Erased:
+        """As if it read of all of it right behind that."""
+        with closing(redis.Redis.from_url(redis_server.url)) as raw:
+            raw.delete("none", *[key for key in keys(gone) if b":o:" in key])
+        return Erased(namespaces={gone.namespace, kept.namespace})
+
+    first.store.admin.erasures._here = nothing_yet
+    request = pb.ClearRequest(namespace=os.urandom(32))
+    assert operator.admin.Clear(request, timeout=30).stores == 1
+    space = gone.namespace
+    until(lambda: not first.store.catalog.select(lambda r: r.name.namespace == space))
+    first.store.admin.erasures._here = here
+    assert writer.fetch(kept, span_range(KV, 0, 1000)).ended == [0]
+
+
 def test_who_has_read_what_only_a_late_store_knows_to_be_the_tenants_is_told(
     stores, redis_server, keys
 ):
@@ -365,6 +414,9 @@ class NoEraser:
     def __init__(self) -> None:
         self.asked: list[Erased] = []
         self.swept: list[Erased] = []
+
+    def drop_again(self, done: Erased, *, overwrite: bool) -> None:
+        """Nothing."""
 
     def sweep_in_redis(self, done: Erased) -> None:
         """Nothing."""
