@@ -4,10 +4,7 @@ A forward of its own for the few tokens behind a cut reads every weight of the m
 a state needs is less: that the rule stops there, and goes on from the state that it has. Around a
 layer there are hooks; between its projections and the rule there are none. There the layer calls a
 function by its name in Transformers' file, a kernel or plain torch, and that name is bound anew,
-once for each file: to what calls the same function, if the thread that runs is to stop, in pieces.
-
-On CPU, where there is no kernel, a scan of our own runs then in place of plain torch's: of the same
-chunks, behind each of which it has the state anyway.
+once for each file: to what calls the same function, in pieces if the thread that runs is to stop.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tailreplay.connector.hf_views import overheard
-from tailreplay.replay.gated_delta import STOP_TOKENS, l2norm, scan
 from tailreplay.replay.linear_state import LinearState
 
 if TYPE_CHECKING:
@@ -116,76 +112,22 @@ class _Stops:
         layer, self._layer = self._layer, None
         if layer is None:  # of a model that is not watched
             return rule(*qkv, **options)
-        on_cpu = qkv[0].device.type == "cpu"
-        out, states = (
-            by_scan(qkv, options, self._rows) if on_cpu else by_rule(rule, qkv, options, self._rows)
-        )
-        total = qkv[0].shape[1]
-        for row, state in zip(self._rows, states[:-1], strict=True):
-            self._keep(layer, LinearState(self._conv_state(total - row), state[0]))
-        return out, states[-1]
+        total, outputs = qkv[0].shape[1], []
+        for start, end in itertools.pairwise([0, *self._rows, total]):
+            own = {name: options[name][:, start:end] for name in ("g", "beta")}
+            out, state = rule(*(x[:, start:end] for x in qkv), **options | own)
+            outputs.append(out)
+            options = options | {"initial_state": state}
+            if end != total:
+                # It is the rule's own output, which nobody writes to.
+                self._keep(layer, LinearState(self._conv_state(total - end), state[0]))
+        return torch.cat(outputs, dim=1), state
 
     def _conv_state(self, rows_left: int) -> Tensor:
         """The conv state `[channels, conv_width]` that many rows before the forward's end."""
         end = self._inputs.shape[1] - rows_left
         inputs = self._inputs[:, max(end - self._conv_width, 0) : end]
         return F.pad(inputs, (self._conv_width - inputs.shape[1], 0))  # a copy
-
-
-def by_rule(
-    rule: Rule, qkv: Sequence[Tensor], options: dict[str, Any], rows: Sequence[int]
-) -> tuple[Tensor, list[Tensor]]:
-    """Runs a rule in pieces.
-
-    Args:
-        rule: as of `_Stops.run`, with `qkv` and `options`.
-        qkv: each `[1, T, heads, dim]`.
-        options: what else Transformers gives.
-        rows: where to stop, ascending, each 1 to T - 1.
-
-    Returns:
-        Its outputs `[1, T, HV, V]`, and the states `[1, HV, K, V]` at each of `rows` and at the
-        end. They are the rule's own, which nobody writes to.
-    """
-    outputs, states = [], []
-    for start, end in itertools.pairwise([0, *rows, qkv[0].shape[1]]):
-        own = {name: options[name][:, start:end] for name in ("g", "beta")}
-        out, state = rule(*(x[:, start:end] for x in qkv), **options | own)
-        options = options | {"initial_state": state}
-        outputs.append(out)
-        states.append(state)
-    return torch.cat(outputs, dim=1), states
-
-
-def by_scan(
-    qkv: Sequence[Tensor], options: dict[str, Any], rows: Sequence[int]
-) -> tuple[Tensor, list[Tensor]]:
-    """As `by_rule` with plain torch's rule, without stopping where a chunk ends anyway."""
-    inputs = [x[0] for x in (*qkv, options["g"], options["beta"])]
-    if options.get("use_qk_l2norm_in_kernel"):
-        inputs[:2] = (l2norm(x.float()) for x in inputs[:2])
-    initial = options.get("initial_state")
-    state = None if initial is None else initial[0]
-    outputs, states = [], []
-    for start, end, stops in _pieces(rows, len(inputs[0])):
-        q, k, v, g, beta = (x[start:end] for x in inputs)
-        out, on_the_way = scan(q, k, v, g, beta, state, stops)
-        state = on_the_way[-1]
-        outputs.append(out)
-        states += on_the_way
-    whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return whole.to(qkv[0].dtype).contiguous()[None], [state[None] for state in states]
-
-
-def _pieces(rows: Sequence[int], total: int) -> Iterator[tuple[int, int, list[int]]]:
-    """Pieces [first, end) that end where no chunk does, and where in each `scan` stops besides."""
-    first, stops = 0, list[int]()
-    for row in [*rows, total]:
-        if row == total or (row - first) % STOP_TOKENS:
-            yield first, row, stops
-            first, stops = row, []
-        else:
-            stops.append(row - first)
 
 
 class _Listening:

@@ -1,4 +1,4 @@
-"""The gated delta rule: a token loop as the truth, and chunked scans with outputs and without.
+"""The gated delta rule: a token loop as the truth, and a chunked scan for the state alone.
 
 Letters as in flash-linear-attention, without the batch: T tokens, H key heads, HV value heads,
 K and V their dims. With HV > H (grouped values) value head i reads key head i // (HV / H).
@@ -7,17 +7,12 @@ A recurrent state is K-first, `[HV, K, V]`. The decay g is in log space, finite 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK_TOKENS = 32
 """Tokens a chunk of `state_scan`: long enough to batch the work, short enough for fp32."""
-
-STOP_TOKENS = 64
-"""Tokens a chunk of `scan`, which can stop behind each."""
 
 
 def l2norm(x: Tensor) -> Tensor:
@@ -62,59 +57,6 @@ def naive(
         state = state + torch.einsum("hk,hv->hkv", k[t], beta[t][:, None] * (v[t] - read))
         outputs[t] = torch.einsum("hk,hkv->hv", q[t], state)
     return outputs, state
-
-
-def scan(  # noqa: PLR0913 - what the rule takes, and where to stop
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None = None,
-    stops: Sequence[int] = (),
-) -> tuple[Tensor, list[Tensor]]:
-    """Apply the rule in chunks of `STOP_TOKENS`, in fp32, and keep states on the way.
-
-    Args:
-        q: `[T, H, K]`, T >= 1, normalised; scaled here by K ** -0.5.
-        k: `[T, H, K]`, normalised.
-        v: `[T, HV, V]`.
-        g: `[T, HV]`.
-        beta: `[T, HV]`, in [0, 2].
-        initial_state: `[HV, K, V]`; None = zeros. Not changed.
-        stops: tokens after which states are kept, ascending multiples of `STOP_TOKENS` below T.
-
-    Returns:
-        Outputs `[T, HV, V]`, and the states `[HV, K, V]` at each of `stops` and after the last
-        token. All fp32.
-
-    Source: as `state_scan`, and arXiv 2412.06464, section 3.3, for the outputs: with N = U - W S,
-        o_i = exp(c_i) S^T q_i + sum_(j <= i) exp(c_i - c_j) (q_i.k_j) N_j.
-    """
-    tokens, share, key_dim = len(q), v.shape[1] // k.shape[1], k.shape[2]
-    q, k = (x.repeat_interleave(share, dim=1) if share > 1 else x for x in (q, k))
-    rows = (q.float() * key_dim**-0.5, k, v, g[..., None], beta[..., None])
-    q, k, v, g, beta = (_chunks_from_start(x) for x in rows)
-    decay, key_beta = g.cumsum(-2), k * beta
-    above = torch.ones(STOP_TOKENS, STOP_TOKENS, dtype=torch.bool, device=q.device).triu(1)
-    pairs = (decay - decay.mT).masked_fill_(above, -torch.inf).exp_()
-    system, reads = (key_beta @ k.mT).mul_(pairs), (q @ k.mT).mul_(pairs)
-    wanted = torch.cat((v * beta, key_beta * decay.exp()), dim=-1)
-    solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    u, w = solved.split((v.shape[-1], key_dim), dim=-1)
-    last = decay[..., -1:, :]
-    q, k, kept = q * decay.exp(), (k * (last - decay).exp()).mT, last.exp()
-    state = v.new_zeros(len(v), key_dim, v.shape[-1])
-    if initial_state is not None:
-        state = initial_state.float()
-    outputs, states = torch.empty_like(v), []
-    for n in range(v.shape[1]):
-        if n and n * STOP_TOKENS in stops:
-            states.append(state)
-        fresh = u[:, n] - w[:, n] @ state
-        outputs[:, n] = q[:, n] @ state + reads[:, n] @ fresh
-        state = state * kept[:, n] + k[:, n] @ fresh
-    return outputs.flatten(1, 2)[:, :tokens].transpose(0, 1), [*states, state]
 
 
 def state_scan(
@@ -170,15 +112,6 @@ def _chunks(x: Tensor, heads: int, chunk_tokens: int) -> Tensor:
     pad = -x.shape[0] % chunk_tokens
     padded = F.pad(x.float().transpose(0, 1), (0, 0, pad, 0))
     return padded.reshape(heads, x.shape[1] // heads, -1, chunk_tokens, x.shape[2])
-
-
-def _chunks_from_start(x: Tensor) -> Tensor:
-    """Turn `[T, HV, F]` into fp32 `[HV, N, STOP_TOKENS, F]`, zeros behind."""
-    pad = -len(x) % STOP_TOKENS
-    rows = x.float().transpose(0, 1)
-    if pad:
-        rows = F.pad(rows, (0, 0, 0, pad))
-    return rows.reshape(x.shape[1], -1, STOP_TOKENS, x.shape[2])
 
 
 def _grouped_state(initial_state: Tensor | None, v: Tensor, key_dim: int) -> Tensor:

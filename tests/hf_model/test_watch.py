@@ -9,11 +9,9 @@ from types import FunctionType, MethodType
 import pytest
 import torch
 from hf_prefix import LOGITS_BOUND, STATE_BOUND, SUFFIX, Prefix
-from test_replay_gated_delta import Inputs
 from tiny_models import relative_l2, relative_max
-from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from tailreplay.connector.hf_cuts import RULE, by_rule, by_scan
+from tailreplay.connector.hf_cuts import RULE
 from tailreplay.connector.hf_run import PromptRun
 from tailreplay.connector.report import Report
 from tailreplay.replay.hidden_rows import HiddenRows
@@ -115,29 +113,6 @@ def test_states_kept_at_pages_ends_change_no_bit_of_what_a_forward_gives(any_pre
     assert torch.equal(got, wanted)
     any_prefix.check_states(stopped.states(), whole.states(), 0)
     any_prefix.check_states(kept[1], any_prefix.states(256), STATE_BOUND)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [[64, 256], [1, 2, 64, 200, 299], [36, 100], [299]])
-def test_kernels_stop_where_the_scan_in_their_place_does(rows, dtype):
-    """On CPU there is none: plain torch's rule, in pieces, stands where a kernel would run."""
-    inputs = Inputs(300, heads=4)
-    qkv = [x[None].to(dtype) for x in (inputs.q * 3, inputs.k * 2, inputs.v)]
-    options = {
-        "g": inputs.g[None].float(),
-        "beta": inputs.beta[None].to(dtype),
-        "initial_state": inputs.state[None].float(),
-        "output_final_state": True,
-        "use_qk_l2norm_in_kernel": True,
-    }
-    rule = inspect.unwrap(getattr(modeling_qwen3_5, RULE))
-    wanted, pieces = by_rule(rule, qkv, options, rows)
-    got, stops = by_scan(qkv, options, rows)
-    assert got.dtype == dtype
-    assert relative_max(got, wanted) <= (1e-2 if dtype is torch.bfloat16 else LOGITS_BOUND)
-    assert len(pieces) == len(stops) == len(rows) + 1
-    for state, piece in zip(stops, pieces, strict=True):
-        assert relative_l2(state, piece) <= STATE_BOUND
 
 
 def test_a_model_that_is_not_watched_runs_as_ever_beside_one_that_is(prefix):
