@@ -49,7 +49,7 @@ def fields() -> dict[str, Callable[[bool], dict[str, Any]]]:
         zero_reuse_real_heads,
     )
     from store_parts.index import index_bytes_per_block, match_p99_ms
-    from store_parts.load import fill_5x, urgent_behind_bulk_ratio
+    from store_parts.load import fill_5x, fill_5x_redis, urgent_behind_bulk_ratio
     from store_parts.look_ahead import look_ahead_ratio
     from store_parts.transfer import Remote, local_get_vs_memcpy
 
@@ -67,6 +67,7 @@ def fields() -> dict[str, Callable[[bool], dict[str, Any]]]:
         "zero_reuse_default_heap": zero_reuse_default_heap,
         "index_bytes_per_block": index_bytes_per_block,
         "fill_5x": fill_5x,
+        "fill_5x_redis": fill_5x_redis,
     }
 
 

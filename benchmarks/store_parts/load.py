@@ -41,15 +41,31 @@ def urgent_behind_bulk_ratio(quick: bool) -> Field:
 
 def fill_5x(quick: bool) -> Field:
     """Writers and a reader fill a pool five times over; what the store's memory does meanwhile."""
+    return _filled(quick, {})
+
+
+def fill_5x_redis(quick: bool) -> Field:
+    """The same with a Redis behind the pool, which takes everything too."""
+    from redis_server import RedisServer
+
+    redis = RedisServer()
+    try:
+        return _filled(quick, {"redis_url": redis.url})
+    finally:
+        redis.close()
+
+
+def _filled(quick: bool, behind: dict[str, str]) -> Field:
     pool_bytes, writers = (128 if quick else 512) * MIB, 3
     with tempfile.TemporaryDirectory(prefix="tailreplay-bench-") as folder:
-        store = Child("store", listen=f"unix://{folder}/s.sock", pool_bytes=pool_bytes)
+        store = Child("store", listen=f"unix://{folder}/s.sock", pool_bytes=pool_bytes, **behind)
         putters: list[Child] = []
         try:
             empty = rss_bytes(store.pid)
             for i in range(writers):
                 putters.append(Child("putter", address=store.facts["address"], first=1000 * i))
             rss, puts = _fill(store, putters, 5 * pool_bytes)
+            backlog = store.ask("figures").get("write_backlog", 0)
         finally:
             for child in [*putters, store]:
                 child.close()
@@ -68,6 +84,7 @@ def fill_5x(quick: bool) -> Field:
         "budget_bytes": budget,
         "put_bytes": sum(p["stored"] for p in puts) * MIB,
         "dropped_objects": dropped,
+        "not_written_to_redis": backlog,
         "failed_calls": failed,
         "wrong_reads": wrong,
         "reads_back": len(puts),
