@@ -19,7 +19,7 @@ from tailreplay.store.quota import NO_LIMITS, NO_TENANT, Limits, TierName
 from tailreplay.store.tier_bytes import TIERS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from tailreplay.store.catalog import Catalog
     from tailreplay.store.ledger import Decisions, Ledger
@@ -230,17 +230,31 @@ class Operators:
             with self._lock:
                 written = {s: t for s, (t, until_s) in self._written.items() if now_s < until_s}
             news = {s: t for s, t in owners if s in spaces and written.get(s) != t}
-            ledger.own(news)
-            self._tiers.own(news)
-            # Or what was erased meanwhile would be said to be there.
-            ledger.disown(space for space, t in news.items() if self._quotas.owner(space) != t)
+            until_s = now_s + WRITTEN_EVERY_S
+            # Noted before it is done, so that what is erased meanwhile is written again.
             with self._lock:
                 kept = {s: said for s, said in self._written.items() if s in spaces}
-                until_s = now_s + WRITTEN_EVERY_S
                 self._written = kept | {s: (t, until_s) for s, t in news.items()}
+            self._own(ledger, news)
         if self._clock() - self._swept_at_s >= _SWEEP_S:
             self._swept_at_s = self._clock()
             self._quotas.sweep(spaces)
+
+    def _own(self, ledger: Ledger, news: Mapping[bytes, bytes]) -> None:
+        try:
+            ledger.own(news)
+            self._tiers.own(news)
+        except BaseException:
+            self._unwrite(news)
+            raise
+        # Or what was erased meanwhile would be said to be there.
+        ledger.disown(space for space, t in news.items() if self._quotas.owner(space) != t)
+
+    def _unwrite(self, namespaces: Iterable[bytes]) -> None:
+        """Has it written again whose these are."""
+        with self._lock:
+            for namespace in namespaces:
+                self._written.pop(namespace, None)
 
     def _next(self, unknown: list[bytes]) -> list[bytes]:
         """Those of them to ask for now; the others have their turn."""
@@ -257,9 +271,7 @@ class Operators:
         if self._ledger is not None:
             self._ledger.disown(namespaces)
         self._quotas.disown(namespaces)
-        with self._lock:
-            for namespace in namespaces:
-                self._written.pop(namespace, None)
+        self._unwrite(namespaces)
 
     def _read_ledger(self, ledger: Ledger) -> None:
         found = ledger.decisions()

@@ -1,6 +1,7 @@
 """What operators do where there is a real Redis: it outlives the store, and forgets when told."""
 
 import os
+import threading
 from contextlib import closing
 
 import grpc
@@ -175,6 +176,25 @@ def test_whose_a_namespace_is_may_be_said_after_another_store_has_read_of_it(run
         assert (answer.namespaces, answer.cpu_objects_left, answer.redis_keys_left) == (1, 0, 0)
         assert answer.overwritten_bytes > 3 * BLOCK
         assert reader.match(prefix).matched_tokens == 0
+
+
+def test_whose_a_namespace_is_is_written_again_if_it_was_erased_while_it_was_written(running):
+    server, raw = running
+    with serve_in_thread(redis_url=server.url) as store, closing(Client(store.address)) as client:
+        operators, prefix, erased = store.store.admin.operators, prefix_of(ACME), threading.Event()
+        own = operators._ledger.own
+
+        def owned(owners) -> None:
+            own(owners)
+            if prefix.namespace in owners and not erased.is_set():
+                operators.disown([prefix.namespace])
+                erased.set()
+
+        operators._ledger.own = owned
+        client.put(prefix)
+        assert erased.wait(20)
+        client.put(prefix)
+        until(lambda: owner_is_written(raw, prefix))
 
 
 def test_without_redis_there_is_no_proof_and_the_pool_is_cleared(running):
