@@ -62,8 +62,8 @@ def zero_reuse_overhead(quick: bool) -> Field:
 def zero_reuse_real_heads(quick: bool) -> Field:
     """As `zero_reuse_overhead`, on layers as dear beside their calls as those of real models.
 
-    8 layers of width 1024 whose linear ones have 16 heads of 128, as Qwen3.5's have: calling a
-    layer a second time, for the state at the last page, costs the same next to more work.
+    8 layers of width 1024 whose linear ones have 16 heads of 128, as Qwen3.5's have: the calls that
+    stopping a layer takes, for the state at the last page, stand beside more work.
     """
     return _overhead(quick, "real heads", _STEADY_HEAP)
 
