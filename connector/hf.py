@@ -33,7 +33,7 @@ from tailreplay.connector.identity import model_semantics
 from tailreplay.connector.load import LoadFailed
 from tailreplay.connector.pace import Pace
 from tailreplay.connector.payload import PayloadCodec
-from tailreplay.connector.plan import plan_fetch
+from tailreplay.connector.plan import plan_fetch, unless_all_is_computed
 from tailreplay.connector.policy import CachePolicy
 from tailreplay.connector.report import Report, why_missed
 from tailreplay.connector.stored import NOTHING, StoredPrefix, stored_prefix
@@ -88,6 +88,8 @@ class HybridEngine:
         tokenizer_id: identity of the tokenizer.
 
     Attributes:
+        policy: as given.
+        namespace: 32 bytes that name what is shared: model, weights, tokenizer, dtype and tenant.
         calibration: how wrong the tails that `auto` chose have been.
 
     Raises:
@@ -197,7 +199,7 @@ class HybridEngine:
     def _generate(
         self, tokens: ExtendedTokens, max_new_tokens: int, policy: CachePolicy
     ) -> Generation:
-        report = Report(secrets.token_hex(8), len(tokens))
+        report = Report(secrets.token_hex(8), len(tokens), self.namespace)
         request = Request(tokens, PrefixChain(self.namespace, tokens), policy, report)
         ids = torch.as_tensor(tokens.astype("int64"), device=self._model.dims.device)
         run = PromptRun(self._model, self._codec, ids, policy.prefill_chunk_tokens, report)
@@ -206,6 +208,7 @@ class HybridEngine:
         budget = self.calibration.budget(policy.error_budget)
         within = policy.model_copy(update={"error_budget": budget})
         plan = plan_fetch(stored, len(tokens), within, self._shape)
+        plan = unless_all_is_computed(plan, stored, self._shape)
         report.planned(plan)
         outcome = self._run(run, plan, stored, request)
         self._note_pace(outcome, request)

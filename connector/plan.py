@@ -58,6 +58,31 @@ def plan_fetch(
     return replace(plan, matched_tokens=matched, lost=_added(plan.lost, lost))
 
 
+def unless_all_is_computed(plan: FetchPlan, stored: StoredPrefix, shape: ModelShape) -> FetchPlan:
+    """The plan; or, if every token of it would be prefilled again, one that spares something.
+
+    That is a replay from the first token, as far as hiddens go, or else a miss (`no_checkpoint`):
+    for engines that keep the state at the boundary in a plain prefill, too.
+    """
+    if not plan.used_tokens or plan.ranges:
+        return plan
+    used = plan.used_tokens
+    if shape.hidden_sources:
+        used = min(used, next((end for first, end in stored.hidden if first == 0), 0))
+    if not used:
+        lost = _added(plan.lost, {"no_checkpoint": plan.used_tokens})
+        return FetchPlan("miss", True, plan.matched_tokens, lost=lost)
+    lost = {"hidden_missing": plan.used_tokens - used} if used < plan.used_tokens else {}
+    replay = replace(
+        plan,
+        used_tokens=used,
+        prefill_from=used,
+        replay_first=0,
+        lost=_added(plan.lost, lost),
+    )
+    return with_ranges(replay, stored, shape)
+
+
 def plan_repair(stored: StoredPrefix, boundary: int, shape: ModelShape) -> FetchPlan | None:
     """How the exact state at an approximate hit's boundary is rebuilt; None where it can not be.
 
@@ -130,7 +155,7 @@ def _plan_exact(
         usable, gap = start, 0
     if usable == 0:
         return FetchPlan("miss", True, 0, lost=lost)
-    replay = gap > policy.max_reprefill_tokens and stored.has_hidden(start, usable)
+    replay = gap > policy.max_reprefill_tokens and _can_replay(stored, start, usable, shape)
     prefill_from = usable if replay or not gap else start
     plan = FetchPlan(
         "exact",
@@ -143,6 +168,11 @@ def _plan_exact(
         lost=lost,
     )
     return with_ranges(plan, stored, shape)
+
+
+def _can_replay(stored: StoredPrefix, first: int, end: int, shape: ModelShape) -> bool:
+    """Whether the rows of [first, end) are there; the leading group's are token embeddings."""
+    return not shape.hidden_sources or stored.has_hidden(first, end)
 
 
 def _plan_auto(

@@ -25,11 +25,13 @@ class Report:
     Args:
         request_id: names the request in logs.
         prompt_tokens: its length.
+        namespace: of what it may share.
     """
 
-    def __init__(self, request_id: str, prompt_tokens: int) -> None:
+    def __init__(self, request_id: str, prompt_tokens: int, namespace: bytes = b"") -> None:
         self._fields: dict[str, Any] = {
             "request_id": request_id,
+            "namespace": namespace.hex(),
             "prompt_tokens": prompt_tokens,
             "mode": "miss",
             "miss_reason": None,

@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailreplay.connector.fetch_plan import ModelShape
-from tailreplay.connector.plan import plan_fetch, plan_put, plan_repair, prefill_cuts
+from tailreplay.connector.plan import (
+    plan_fetch,
+    plan_put,
+    plan_repair,
+    prefill_cuts,
+    unless_all_is_computed,
+)
 from tailreplay.connector.policy import CachePolicy
 from tailreplay.connector.stored import NOTHING, StoredCheckpoint, StoredPrefix, stored_prefix
 from tailreplay.connector.tail_figures import pack, tails_within
@@ -489,3 +495,36 @@ def test_an_empty_store_is_a_plain_prefill(mode):
     assert plan.exact
     assert plan.ranges == ()
     assert (plan.matched_tokens, plan.used_tokens, plan.lost) == (0, 0, {})
+
+
+def test_what_would_all_be_prefilled_again_is_replayed_from_the_start_or_missed():
+    """No state, and a gap that may be prefilled: nothing would be spared."""
+
+    def planned(shape=SHAPE, **stored):
+        prefix = StoredPrefix(300, b"leaf", 300, **stored)
+        plan = plan_fetch(prefix, 201, CachePolicy(), shape)
+        assert (plan.used_tokens, plan.recomputed_tokens, plan.ranges) == (200, 200, ())
+        return unless_all_is_computed(plan, prefix, shape)
+
+    whole = planned(hidden=((0, 300),))
+    assert (whole.mode, whole.used_tokens, whole.replayed_tokens) == ("exact", 200, 200)
+    assert whole.recomputed_tokens == 0
+    part = planned(hidden=((0, 128), (192, 300)))
+    assert (part.used_tokens, part.replayed_tokens) == (128, 128)
+    assert part.lost == {"hidden_missing": 72}
+    missed = planned(hidden=((64, 300),))
+    assert (missed.mode, missed.used_tokens, missed.lost) == ("miss", 0, {"no_checkpoint": 200})
+    # The leading group alone needs no hiddens.
+    leading = planned(replace(SHAPE, hidden_sources=0))
+    assert (leading.used_tokens, leading.replayed_tokens) == (200, 200)
+
+
+@given(stored_prefixes(), prompts, policies, shapes)
+def test_a_plan_that_loads_something_stays_as_it_is(stored, prompt, policy, shape):
+    plan = plan_fetch(stored, prompt, policy, shape)
+    checked = unless_all_is_computed(plan, stored, shape)
+    assert checked.matched_tokens == checked.used_tokens + sum(checked.lost.values())
+    if plan.ranges or not plan.used_tokens:
+        assert checked is plan
+    else:
+        assert checked.ranges or checked.mode == "miss"

@@ -22,13 +22,15 @@ def test_a_tail_uses_no_more_than_there_are_keys_and_values(store, engine, kv, h
 
 
 @pytest.mark.parametrize(("kv", "hidden"), [(768, 512), (512, 768)])
-def test_exact_uses_what_keys_and_values_there_are(store, engine, kv, hidden):
+def test_exact_without_a_state_uses_no_more_than_there_is_of_both(store, engine, kv, hidden):
     ask(engine, STORED)
     drop(store, engine, STORED, Kind.KV, from_token=kv)
     drop(store, engine, STORED, Kind.HIDDEN, from_token=hidden)
     tokens = fork(STORED, 900)
     out = ask(engine, tokens, policy=policy())
-    assert (out.report["matched_tokens"], out.report["used_tokens"]) == (768, kv)
+    assert (out.report["matched_tokens"], out.report["used_tokens"]) == (768, 512)
+    assert (out.report["mode"], out.report["replayed_tokens"]) == ("exact", 512)
+    assert out.report["lost"] == {"kv_missing" if kv < hidden else "hidden_missing": 256}
     assert_right(out, tokens)
 
 
