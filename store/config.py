@@ -226,7 +226,7 @@ class StoreConfig(BaseSettings):
             ge=0,
             description="memory through which an engine of this machine puts objects, bytes; as "
             "many engines have it as fit in a sixteenth of the pool; 0 = they send them, which "
-            "costs the same where rows are packed by a CPU",
+            "costs the same where rows are packed by a CPU (docs/lane.md has figures)",
         ),
     ] = 0
     max_lanes: Annotated[

@@ -171,6 +171,30 @@ def test_a_lane_is_used_again(address):
         assert len(server._lane._connections) == 1
 
 
+def test_as_many_lanes_stay_open_as_were_wanted_at_once(address):
+    """Who is the nth at once waits for a lane to be opened, but not the next time."""
+    with serving(address) as (_, client):
+        put(client)
+        leaf = client.match(PREFIX.namespace, PREFIX.tokens).leaf
+        assert len(client._lanes._idle) == 1
+        first = lanes_of(client, leaf, 3)
+        assert len(first) == 3
+        assert lanes_of(client, leaf, 3) == first
+        assert lanes_of(client, leaf, 2) < first
+
+
+def lanes_of(client, leaf, count):
+    """Which lanes so many fetches at once have; they all end."""
+    wanted = [SPANS["hidden"]]
+    streams = [client.fetch(PREFIX.namespace, leaf, wanted, timeout_s=WAIT_S) for _ in range(count)]
+    lanes = {id(stream._lane) for stream in streams}
+    for stream in streams:
+        for record, fill in stream:
+            if fill is not None:
+                fill(np.empty((record.units, record.rows, record.row_bytes), np.uint8))
+    return lanes
+
+
 def test_a_cancel_that_comes_late_leaves_the_lane_to_who_has_it_now(address):
     with serving(address) as (_, client):
         put(client)
