@@ -140,13 +140,25 @@ def _sweep() -> None:
         except OSError:
             continue  # gone by now, or another user's
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove(lock_path.with_suffix(""))
-            lock_path.unlink(missing_ok=True)
+            _clear(fd, lock_path)
         except OSError:
             continue  # a running store's
         finally:
             os.close(fd)
+
+
+def _clear(fd: int, lock_path: Path) -> None:
+    """Removes what a dead store left, by its lock file, which is open.
+
+    A store that stopped meanwhile has unlinked that file, and the name may be another's by now.
+
+    Raises:
+        OSError: it is a running store's.
+    """
+    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if os.fstat(fd).st_nlink:
+        _remove(lock_path.with_suffix(""))
+        lock_path.unlink(missing_ok=True)
 
 
 def _remove(path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from waiting import until
 
 from tailreplay.store.errors import StoreUnavailable
-from tailreplay.store.shm_pool import SHM_DIR, ShmPool, _lock, affordable_bytes, pool_name
+from tailreplay.store.shm_pool import SHM_DIR, ShmPool, _clear, _lock, affordable_bytes, pool_name
 
 MIB = 1 << 20
 UNSHARE = ["unshare", "--user", "--map-root-user", "--mount"]
@@ -192,6 +192,26 @@ def test_memory_goes_with_its_store_though_an_engine_has_it_mapped():
         assert os.fstat(file.fileno()).st_blocks * 512 == MIB
         pool.close()
         assert os.fstat(file.fileno()).st_blocks == 0
+
+
+def test_a_sweep_that_looked_at_the_lock_of_a_store_before_leaves_the_next_ones_memory():
+    """The name has been given up, and taken again, since the sweep opened the lock file."""
+    before = ShmPool(own("again"))
+    lock_path = before.path.with_suffix(".lock")
+    fd = os.open(lock_path, os.O_RDWR)
+    before.close()
+    after = ShmPool(own("again"))
+    after.path.write_bytes(b"x" * MIB)
+    after.path.with_suffix(".kept").hardlink_to(after.path)
+    try:
+        with after.path.open("rb") as file:
+            _clear(fd, lock_path)
+            assert file.read() == b"x" * MIB
+        assert after.path.exists()
+        assert lock_path.exists()
+    finally:
+        os.close(fd)
+        after.close()
 
 
 def left_by_a_killed_store(name: str) -> Path:
