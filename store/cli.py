@@ -27,7 +27,7 @@ from tailreplay.store import (
     cli_token,
     cli_top,
 )
-from tailreplay.store.cli_io import CREDENTIALS, Format, complaints, fail
+from tailreplay.store.cli_io import CREDENTIALS, Format, complaints, fail, misused
 from tailreplay.store.credentials import Credentials
 from tailreplay.store.extras import require
 
@@ -71,7 +71,7 @@ def _options(
     try:
         CREDENTIALS.set(Credentials(ca=ca, cert=cert, key=key, token_file=token_file))
     except ValidationError as error:
-        fail(complaints(error))
+        misused(complaints(error))
 
 
 @app.command()

@@ -11,16 +11,27 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import grpc
 import typer
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.proto import store_pb2_grpc as rpc
 from tailreplay.store.address import checked_address
-from tailreplay.store.cli_io import CREDENTIALS, Format, fail, from_hex, write
+from tailreplay.store.cli_io import (
+    CREDENTIALS,
+    QUIET,
+    Format,
+    as_text,
+    fail,
+    from_hex,
+    misused,
+    write,
+)
 from tailreplay.store.config import default_socket
 from tailreplay.store.errors import (
     InvalidRequest,
@@ -32,7 +43,7 @@ from tailreplay.store.namespace import NAMESPACE_BYTES
 from tailreplay.store.tls_probe import tls_fault
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Mapping
 
     from google.protobuf.message import Message
     from rich.console import Console
@@ -42,6 +53,7 @@ if TYPE_CHECKING:
 TIMEOUT_S = 5.0
 ADMIN_TIMEOUT_S = 300.0
 """An erasure scans all of Redis."""
+_MOST_LISTED = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +65,7 @@ class Asked:
         admin_url: its address for operators; empty = beside its socket.
         output_format: how the answer is written.
         output: file that it goes to; None = standard output.
-        quiet: whether nothing is written.
+        quiet: whether nothing is written, and the exit code alone tells.
     """
 
     url: str
@@ -86,23 +98,39 @@ class Asked:
         """As `store`, of the Admin service."""
         return _or_fail(self.admin_address, rpc.AdminStub, rpc_name, request, ADMIN_TIMEOUT_S)
 
+    def is_serving(self) -> bool:
+        """Whether the store takes calls, which it tells everybody; an error ends the command."""
+        asked = health_pb2.HealthCheckRequest()
+        stub = health_pb2_grpc.HealthStub
+        answer = _or_fail(self.address, stub, "Check", asked, TIMEOUT_S)
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
     def write(self, facts: dict[str, Any], table: Table) -> None:
         """Writes an answer where and as it is wanted."""
-        write(facts, table, self.output_format, self.output, self.quiet)
+        if not self.quiet:
+            write(as_text(facts, table, self.output_format), self.output)
 
-    def deny(self, message: str) -> NoReturn:
-        """Ends the command with code 1 where an answer that came is not what was hoped for."""
+    def write_look(self, facts: dict[str, Any], table: Table, number: int) -> bool:
+        """Writes one of several answers, and when it came; False when nobody reads them any more.
+
+        Args:
+            facts: the answer.
+            table: draws it.
+            number: how many came before; a file has all of them.
+        """
         if self.quiet:
-            raise typer.Exit(1)
-        fail(message)
+            return True
+        looked = {"at": datetime.now(UTC).isoformat(timespec="milliseconds"), **facts}
+        text = as_text(looked, table, self.output_format, is_look=True)
+        return write(text, self.output, behind=number > 0)
 
-    def namespace(self, given: str) -> bytes:
-        """A namespace as the store lists it: the one given, or the only one there is."""
-        return self._named(given, lambda space: space.namespace)
+    def namespace(self, given: str, tenant: bytes = b"") -> bytes:
+        """A namespace as the store lists it: the one given, or the only one, of a tenant or all."""
+        return self._named(given, lambda space: space.namespace, tenant)
 
-    def sent_namespace(self, given: str) -> bytes:
+    def sent_namespace(self, given: str, tenant: bytes = b"") -> bytes:
         """A namespace as engines call it, among those that the caller's token reads."""
-        return self._named(given, _readable)
+        return self._named(given, _readable, tenant)
 
     def only_namespace(self) -> bytes:
         """The only namespace that the caller's token reads, as engines call it.
@@ -111,7 +139,11 @@ class Asked:
             InvalidRequest: there is none, or more than one.
             TailReplayError: as `called`.
         """
-        return self._only(_readable)
+        answer = self.called("Describe", pb.DescribeRequest())
+        found = _candidates(answer, _readable)
+        if len(found) != 1:
+            raise InvalidRequest(_which(found, answer))
+        return next(iter(found))
 
     def public_namespace(self, given: str) -> bytes:
         """A namespace of the public scope; ends the command where the store can have none."""
@@ -119,20 +151,18 @@ class Asked:
             fail("the store asks for no tokens (token_file), so nothing in it can be public")
         return self._named(given, lambda space: space.namespace if space.is_public else b"")
 
-    def _named(self, given: str, name: Callable[[pb.NamespaceInfo], bytes]) -> bytes:
+    def _named(
+        self, given: str, name: Callable[[pb.NamespaceInfo], bytes], tenant: bytes = b""
+    ) -> bytes:
+        if given and tenant:
+            misused("--namespace and --tenant are both given, wanted one of them")
         if given:
-            return self._meant(from_hex("namespace", given, "describe", NAMESPACE_BYTES), name)
-        try:
-            return self._only(name)
-        except TailReplayError as error:
-            fail(str(error))
-
-    def _only(self, name: Callable[[pb.NamespaceInfo], bytes]) -> bytes:
-        answer: pb.DescribeResponse = self.called("Describe", pb.DescribeRequest())
-        found = {name(space) for space in answer.namespaces} - {b""}
+            return self._meant(from_hex("--namespace", given, "describe", NAMESPACE_BYTES), name)
+        answer = self.store("Describe", pb.DescribeRequest())
+        found = _candidates(answer, name, tenant)
         if len(found) != 1:
-            raise InvalidRequest(_which(found, answer))
-        return found.pop()
+            fail("\n".join([_which(found, answer, tenant), *_listed(found)]))
+        return next(iter(found))
 
     def _meant(self, given: bytes, name: Callable[[pb.NamespaceInfo], bytes]) -> bytes:
         """What is meant by a namespace, whether it is given as the store or as engines call it."""
@@ -184,7 +214,12 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {
         None,
     ),
     "quiet": (
-        Annotated[bool, typer.Option("-q", "--quiet", help="write nothing; the exit code tells")],
+        Annotated[
+            bool,
+            typer.Option(
+                "-q", "--quiet", help="write neither answer nor errors; the exit code alone tells"
+            ),
+        ],
         False,
     ),
 }
@@ -207,7 +242,13 @@ def command(
 
         def run(**given: Any) -> None:  # noqa: ANN401 - as the function takes them
             options = {key: given.pop(key, "") for key in _OPTIONS}
-            function(Asked(**options), **given)
+            asked = Asked(**options)
+            _check(asked)
+            was = QUIET.set(asked.quiet)
+            try:
+                function(asked, **given)
+            finally:
+                QUIET.reset(was)
 
         options = [
             inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
@@ -216,11 +257,28 @@ def command(
         parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + options
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
-        run.__name__, run.__doc__ = function.__name__, function.__doc__
+        run.__name__, run.__doc__ = function.__name__, paragraphs(function.__doc__)
         app.command(name)(run)
         return function
 
     return register
+
+
+def paragraphs(doc: str | None) -> str:
+    """A docstring with each of its paragraphs in one line: a terminal wraps them as it is wide."""
+    return "\n\n".join(" ".join(part.split()) for part in (doc or "").split("\n\n"))
+
+
+def _check(asked: Asked) -> None:
+    """Ends a command of which it can be seen at once that it is wrong."""
+    if asked.quiet and asked.output is not None:
+        misused("-q writes nothing, and --output names a file to write: wanted one of them")
+    for flag, address in (("--url", asked.url), ("--admin-url", asked.admin_url)):
+        try:
+            if address:
+                checked_address(address)
+        except ValueError as error:
+            misused(f"{flag}: {error}")
 
 
 def called(
@@ -271,17 +329,31 @@ def _readable(space: pb.NamespaceInfo) -> bytes:
     return space.sent_namespace if own or space.is_public else b""
 
 
+def _candidates(
+    answer: pb.DescribeResponse, name: Callable[[pb.NamespaceInfo], bytes], tenant: bytes = b""
+) -> dict[bytes, pb.NamespaceInfo]:
+    """Namespaces that can be meant, by what `name` calls them."""
+    spaces = [s for s in answer.namespaces if not tenant or s.tenant == tenant]
+    return {name(space): space for space in spaces if name(space)}
+
+
 def _asks_tokens(answer: pb.DescribeResponse) -> bool:
     """Whether a store asks for tokens; where it does not, everybody sees its settings."""
-    return answer.settings.get("token_file") != "None"
+    return answer.settings.get("token_file", "unknown") not in ("", "None")
 
 
-def _which(found: Collection[bytes], answer: pb.DescribeResponse) -> str:
+def _which(
+    found: Mapping[bytes, pb.NamespaceInfo], answer: pb.DescribeResponse, tenant: bytes = b""
+) -> str:
     """Why a store's namespaces do not say which is meant, and what does."""
     if found:
+        whose, more = ("of this tenant", "") if tenant else ("", " or --tenant")
+        count = " ".join(filter(None, (f"{len(found)} namespaces", whose)))
+        return f"the store has {count}, wanted --namespace{more} to name one (see `describe`)"
+    if tenant and answer.namespaces:
         return (
-            f"the store has {len(found)} namespaces, wanted --namespace to name one "
-            "(see `describe`)"
+            f"of {len(answer.namespaces)} namespaces none is of the tenant {tenant.hex()}, wanted "
+            "--tenant with a name that engines have, or --namespace (see `describe`)"
         )
     if answer.namespaces:
         return (
@@ -294,3 +366,12 @@ def _which(found: Collection[bytes], answer: pb.DescribeResponse) -> str:
     else:
         why = "nothing is stored yet, or nothing with your token since the store's start"
     return f"the store names no namespace: {why}; wanted --namespace, as engines call it"
+
+
+def _listed(found: Mapping[bytes, pb.NamespaceInfo]) -> list[str]:
+    """A line for each of the first of them."""
+    lines = [
+        f"  {name.hex()}  {space.tokens} tokens of tenant {space.tenant.hex() or '-'}"
+        for name, space in sorted(found.items(), key=lambda item: -item[1].tokens)
+    ]
+    return lines[:_MOST_LISTED]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import nullcontext
 from contextvars import ContextVar
@@ -41,10 +42,15 @@ Namespace = Annotated[
 ]
 
 CREDENTIALS = ContextVar("credentials", default=NO_CREDENTIALS)
+QUIET = ContextVar("quiet", default=False)
+"""Whether the exit code alone is to tell."""
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """A message as JSON types: zeros included, bytes in hex, 64-bit numbers as numbers."""
+    """A message as JSON types: zeros included, bytes in hex, 64-bit numbers as numbers.
+
+    What is one of a few is a word: `TIER_CPU` is `cpu`.
+    """
     plain = MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
@@ -66,34 +72,65 @@ def _natural(plain: dict[str, Any], message: Message) -> dict[str, Any]:
         elif field.message_type is not None:
             if not field.message_type.GetOptions().map_entry:
                 value = [_natural(v, m) for v, m in zip(value, raw, strict=True)]
-        elif field.type != field.TYPE_ENUM:
+        elif field.type == field.TYPE_ENUM:
+            value = [*map(_word, value)] if isinstance(value, list) else _word(value)
+        else:
             value = raw
         result[name] = value
     return result
 
 
-def write(
+def _word(enum_name: str) -> str:
+    return enum_name.partition("_")[2].lower()
+
+
+def as_text(
     facts: dict[str, Any],
     table: Callable[[Console, dict[str, Any]], None],
     output_format: Format,
-    output: Path | None,
-    quiet: bool,
-) -> None:
-    """Writes an answer where and as it is wanted."""
-    if quiet:
-        return
+    *,
+    is_look: bool = False,
+) -> str:
+    """An answer as it is wanted: as JSON, or as `table` draws it.
+
+    Args:
+        facts: the answer.
+        table: draws it for a terminal.
+        output_format: which of the two.
+        is_look: whether others follow: each is a line of JSON, or has a blank line behind it.
+    """
+    if output_format is Format.JSON:
+        return json.dumps(facts, indent=None if is_look else 2) + "\n"
+    console = Console(file=sys.stdout, highlight=False)
+    with console.capture() as drawn:
+        table(console, facts)
+    return drawn.get() + ("\n" if is_look else "")
+
+
+def write(text: str, output: Path | None, *, behind: bool = False) -> bool:
+    """Writes an answer to a file, or to standard output where that is None.
+
+    Args:
+        text: the answer.
+        output: the file.
+        behind: whether it goes behind what the file has.
+
+    Returns:
+        False when whoever reads standard output has seen enough, which is no error.
+    """
+    mode = "a" if behind else "w"
     try:
-        with output.open("w", encoding="utf-8") if output else nullcontext(sys.stdout) as file:
-            if output_format is Format.JSON:
-                json.dump(facts, file, indent=2)
-                file.write("\n")
-                file.flush()  # a pipe has each look when it is there
-            else:
-                table(Console(file=file, highlight=False), facts)
+        with output.open(mode, encoding="utf-8") if output else nullcontext(sys.stdout) as file:
+            file.write(text)
+            file.flush()  # a pipe has each look when it is there
     except OSError as error:
         if output is None and isinstance(error, BrokenPipeError):
-            raise  # its reader has seen enough: click ends the command, without a word
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())  # or Python would write it at its end
+            os.close(nowhere)
+            return False
         fail(f"{output or 'standard output'} can not be written: {error.strerror}")
+    return True
 
 
 def read_prompt(path: Path) -> list[int]:
@@ -116,7 +153,7 @@ def size_of(name: str, text: str) -> int:
     try:
         return byte_size(text)
     except ValueError as error:
-        fail(f"{name} is {text!r}, {error}")
+        misused(f"{name} is {text!r}, {error}")
 
 
 def is_left(answer: pb.EraseResponse | pb.RemovePublicResponse) -> bool:
@@ -131,9 +168,22 @@ def is_left(answer: pb.EraseResponse | pb.RemovePublicResponse) -> bool:
 
 
 def fail(message: str) -> NoReturn:
-    """Ends the command with a message and code 1."""
-    typer.echo(f"tailreplay-store: {message}", err=True)
+    """Ends the command with code 1, and with a message unless it is to be quiet."""
+    if not QUIET.get():
+        typer.echo(f"tailreplay-store: {message}", err=True)
     raise typer.Exit(1)
+
+
+def misused(message: str) -> NoReturn:
+    """Ends the command with a message and code 2: what is wrong is the command line itself."""
+    typer.echo(f"tailreplay-store: {message}", err=True)
+    raise typer.Exit(2)
+
+
+def note(message: str) -> None:
+    """Says something beside the answer, unless the command is to be quiet."""
+    if not QUIET.get():
+        typer.echo(f"tailreplay-store: {message}", err=True)
 
 
 def complaints(error: ValidationError) -> str:
@@ -142,20 +192,19 @@ def complaints(error: ValidationError) -> str:
     return "; ".join(item["msg"].removeprefix("Value error, ") for item in items)
 
 
-def from_hex(what: str, given: str, command: str, size: int | None = None) -> bytes:
+def from_hex(what: str, given: str, command: str, size: int) -> bytes:
     """Bytes given in hex; ends the command if they are none, or not `size`.
 
     Args:
         what: they are, and `command` what shows them.
         given: hex digits.
         command: see `what`.
-        size: how many bytes are wanted; None = any.
+        size: how many bytes are wanted.
     """
     try:
         found = bytes.fromhex(given)
     except ValueError:
         found = None
-    if found is None or (size is not None and len(found) != size):
-        digits = f"{2 * size} hex digits" if size is not None else "hex digits"
-        fail(f"{what} is {given!r}, wanted {digits} (see `{command}`)")
+    if found is None or len(found) != size:
+        misused(f"{what} is {given!r}, wanted {2 * size} hex digits (see `{command}`)")
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,7 +11,8 @@ import typer
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import cli_tables
 from tailreplay.store.cli_command import Asked, command
-from tailreplay.store.cli_io import Namespace, Prompt, fail, plain, read_prompt, size_of
+from tailreplay.store.cli_io import Namespace, Prompt, fail, misused, plain, read_prompt, size_of
+from tailreplay.store.cli_tenant import Digest, OfTenant, tenant_or_any
 from tailreplay.store.errors import InvalidRequest
 from tailreplay.store.tokens import extended_tokens, to_wire
 
@@ -19,23 +21,27 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
+_KINDS = {pb.KIND_KV: "kv", pb.KIND_HIDDEN: "hidden"}
+_TIERS = {pb.TIER_CPU: "cpu", pb.TIER_REDIS: "redis"}
+_PLACES = [*product(_KINDS.values(), _TIERS.values())]
+
 
 @command(app)
 def query(
     asked: Asked,
     prompt: Prompt,
     namespace: Namespace = "",
+    tenant: OfTenant = "",
+    digest: Digest = False,
 ) -> None:
     """How many tokens of a prompt are stored, by kind; code 1 when none is."""
-    tokens, space = _tokens(prompt), asked.sent_namespace(namespace)
+    of_tenant = tenant_or_any(tenant, digest)
+    tokens, space = _tokens(prompt), asked.sent_namespace(namespace, of_tenant)
     answer: pb.MatchResponse = asked.store("Match", pb.MatchRequest(namespace=space, tokens=tokens))
     of: Counter[str] = Counter()
     for run in answer.runs:
         rows = run.end_token - run.first_token
-        kind, tier = (
-            cli_tables.word(pb.Kind.Name(run.kind)),
-            cli_tables.word(pb.Tier.Name(run.tier)),
-        )
+        kind, tier = _KINDS[run.kind], _TIERS[run.tier]
         of[f"{kind}_tokens"] += rows
         of[f"{kind}_tokens_in_{tier}"] += rows
     facts: dict[str, Any] = {
@@ -45,11 +51,11 @@ def query(
         "hidden_tokens": of["hidden_tokens"],
         "checkpoints": len(answer.checkpoints),
         "last_checkpoint": max((c.token for c in answer.checkpoints), default=0),
-        **{name: n for name, n in sorted(of.items()) if "_in_" in name},
+        **{name: of[name] for name in (f"{k}_tokens_in_{t}" for k, t in _PLACES)},
     }
     asked.write(facts, cli_tables.facts)
     if not answer.matched_tokens:
-        asked.deny("nothing of this prompt is stored")
+        fail("nothing of this prompt is stored")
 
 
 @command(app, operators=True)
@@ -57,9 +63,12 @@ def inspect(
     asked: Asked,
     prompt: Prompt,
     namespace: Namespace = "",
+    tenant: OfTenant = "",
+    digest: Digest = False,
 ) -> None:
     """Every object along a prompt's stored prefix: kind, tokens, bytes, tiers, age."""
-    tokens, space = _tokens(prompt), asked.namespace(namespace)
+    of_tenant = tenant_or_any(tenant, digest)
+    tokens, space = _tokens(prompt), asked.namespace(namespace, of_tenant)
     request = pb.InspectRequest(namespace=space, tokens=tokens)
     answer = asked.admin("Inspect", request)
     asked.write(plain(answer), cli_tables.objects)
@@ -69,7 +78,7 @@ def inspect(
 def pin(
     asked: Asked,
     prompt: Prompt,
-    seconds: Annotated[float, typer.Option("--for", help="life of the pin, seconds", min=0)] = 3600,
+    seconds: Annotated[float, typer.Option("--for", help="life of the pin, seconds")] = 3600,
     max_bytes: Annotated[
         str,
         typer.Option(
@@ -77,10 +86,15 @@ def pin(
         ),
     ] = "0",
     namespace: Namespace = "",
+    tenant: OfTenant = "",
+    digest: Digest = False,
 ) -> None:
     """Keep what is stored of a prompt in the CPU tier; early blocks first."""
+    if not seconds > 0:
+        misused(f"--for is {seconds:g}, wanted more than 0 seconds")
     limit = size_of("--max-bytes", max_bytes)
-    tokens, space = _tokens(prompt), asked.namespace(namespace)
+    of_tenant = tenant_or_any(tenant, digest)
+    tokens, space = _tokens(prompt), asked.namespace(namespace, of_tenant)
     request = pb.PinRequest(namespace=space, tokens=tokens, max_bytes=limit, seconds=seconds)
     answer = asked.admin("Pin", request)
     asked.write(plain(answer), cli_tables.facts)

@@ -10,11 +10,13 @@ import typer
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import cli_tables
 from tailreplay.store.cli_command import Asked, command
-from tailreplay.store.cli_io import Namespace, fail, from_hex, is_left, plain, read_prompt
+from tailreplay.store.cli_io import Namespace, fail, from_hex, is_left, misused, plain, read_prompt
 from tailreplay.store.errors import InvalidRequest
 from tailreplay.store.tokens import extended_tokens, to_wire
 
 app = typer.Typer()
+
+_HASH_BYTES = 32
 public = typer.Typer(no_args_is_help=True, help="What every tenant may read, as a system prompt.")
 app.add_typer(public, name="public")
 
@@ -34,7 +36,7 @@ def add(
 ) -> None:
     """Open a prefix to all tenants, in whole blocks of 256 tokens, stored or not yet."""
     if (prompt is None) == (not prefix_hash):
-        fail("what to open is not clear, wanted a prompt or --hash")
+        misused("what to open is not clear, wanted a prompt or --hash")
     request = pb.AddPublicRequest()
     if prompt is not None:
         try:
@@ -42,7 +44,7 @@ def add(
         except InvalidRequest as error:
             fail(str(error))
     else:
-        request.prefix_hash = from_hex("hash", prefix_hash, "public list")
+        request.prefix_hash = from_hex("hash", prefix_hash, "public list", _HASH_BYTES)
     request.namespace = asked.public_namespace(namespace)
     asked.write(plain(asked.admin("AddPublic", request)), cli_tables.public_prefix)
 
@@ -56,10 +58,12 @@ def list_public(asked: Asked) -> None:
 @command(public, "remove", operators=True)
 def remove(asked: Asked, prefix_hash: Hash) -> None:
     """Close a prefix, erase it, and count what is left; code 1 unless that is nothing."""
-    request = pb.RemovePublicRequest(prefix_hash=from_hex("hash", prefix_hash, "public list"))
-    answer: pb.RemovePublicResponse = asked.admin("RemovePublic", request)
+    named = from_hex("hash", prefix_hash, "public list", _HASH_BYTES)
+    answer: pb.RemovePublicResponse = asked.admin(
+        "RemovePublic", pb.RemovePublicRequest(prefix_hash=named)
+    )
     asked.write(plain(answer), cli_tables.removed)
     if is_left(answer):
-        asked.deny("not all is erased, or a store did not say so: remove it again")
+        fail("not all is erased, or a store did not say so: remove it again")
     elif answer.unlisted_bulk_tiers:
-        asked.deny("a bulk tier can not be listed: what it has beyond the index is unproven")
+        fail("a bulk tier can not be listed: what it has beyond the index is unproven")

@@ -10,19 +10,14 @@ import typer
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import cli_tables
 from tailreplay.store.cli_command import Asked, command
-from tailreplay.store.cli_io import fail, from_hex, plain, size_of
-from tailreplay.store.namespace import TENANT_BYTES, tenant_digest
+from tailreplay.store.cli_io import fail, misused, note, plain, size_of
+from tailreplay.store.cli_tenant import Digest, Tenant, is_known, tenant_of, unknown
 
 app = typer.Typer()
 quota = typer.Typer(no_args_is_help=True, help="How much each tenant may store.")
 mode = typer.Typer(no_args_is_help=True, help="How hits are used where nobody else says it.")
 app.add_typer(quota, name="quota")
 app.add_typer(mode, name="mode")
-
-Tenant = Annotated[str, typer.Argument(help="the tenant's name, as its engines have it")]
-Digest = Annotated[
-    bool, typer.Option("--digest", help="the tenant is given as `quota list` shows it, in hex")
-]
 
 
 class ModeName(StrEnum):
@@ -33,15 +28,6 @@ class ModeName(StrEnum):
     AUTO = "auto"
     OFF = "off"
     UNSET = "unset"
-
-
-def tenant_of(name: str, digest: bool) -> bytes:
-    """A tenant's digest, from its name, or from the digest in hex; ends the command if wrong."""
-    if not name:
-        fail("tenant is empty, wanted its name")
-    if not digest:
-        return tenant_digest(name)
-    return from_hex("tenant", name, "quota list", TENANT_BYTES)
 
 
 @command(quota, "set", operators=True)
@@ -58,7 +44,7 @@ def set_quota(
 ) -> None:
     """Limit a tenant; what is over goes at once, its own oldest objects first."""
     if cpu is None and redis is None:
-        fail("no limit is given, wanted --cpu or --redis")
+        misused("no limit is given, wanted --cpu or --redis")
     request = pb.SetQuotaRequest(
         tenant=tenant_of(tenant, digest),
         cpu_bytes=None if cpu is None else size_of("--cpu", cpu),
@@ -66,6 +52,7 @@ def set_quota(
     )
     answer = asked.admin("SetQuota", request)
     asked.write(plain(answer), cli_tables.facts)
+    _note_unknown(answer)
 
 
 @command(quota, "get", operators=True)
@@ -74,9 +61,11 @@ def get_quota(
     tenant: Tenant,
     digest: Digest = False,
 ) -> None:
-    """What a tenant uses, and may."""
-    answer = _listed(asked, tenant_of(tenant, digest))
-    asked.write(plain(answer.tenants[0]), cli_tables.facts)
+    """What a tenant uses, and may; code 1 where the store knows no such tenant."""
+    (answer,) = _listed(asked, tenant_of(tenant, digest)).tenants
+    asked.write(plain(answer), cli_tables.facts)
+    if not is_known(answer):
+        fail(unknown(answer.tenant))
 
 
 @command(quota, "list", operators=True)
@@ -92,10 +81,13 @@ def delete_quota(
     tenant: Tenant,
     digest: Digest = False,
 ) -> None:
-    """Take a tenant's limits away."""
+    """Take a tenant's limits away; code 1 where the store knows no such tenant."""
     request = pb.DeleteQuotaRequest(tenant=tenant_of(tenant, digest))
+    (before,) = _listed(asked, request.tenant).tenants
     answer = asked.admin("DeleteQuota", request)
     asked.write(plain(answer), cli_tables.facts)
+    if not is_known(before):
+        fail(unknown(request.tenant))
 
 
 @command(mode, "set", operators=True)
@@ -112,8 +104,9 @@ def set_mode(
     name = "" if wanted is ModeName.UNSET else wanted.value
     request = pb.SetModeRequest(tenant=tenant_of(tenant, digest), mode=name)
     asked.admin("SetMode", request)
-    answer = _listed(asked, request.tenant)
-    asked.write(plain(answer.tenants[0]), cli_tables.facts)
+    (answer,) = _listed(asked, request.tenant).tenants
+    asked.write(plain(answer), cli_tables.facts)
+    _note_unknown(answer)
 
 
 def _listed(asked: Asked, tenant: bytes = b"") -> pb.ListTenantsResponse:
@@ -121,3 +114,9 @@ def _listed(asked: Asked, tenant: bytes = b"") -> pb.ListTenantsResponse:
         "ListTenants", pb.ListTenantsRequest(tenant=tenant)
     )
     return answer
+
+
+def _note_unknown(tenant: pb.TenantInfo) -> None:
+    """Says that nothing of a tenant was ever stored: it may be a name that was typed wrong."""
+    if not tenant.namespaces:
+        note("nothing of this tenant is stored as yet; its name is what engines call `tenant`")

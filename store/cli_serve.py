@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
-from rich.console import Console
 
 from tailreplay.store import cli_tables
-from tailreplay.store.cli_io import fail, size_of
+from tailreplay.store.cli_command import paragraphs
+from tailreplay.store.cli_io import Format, as_text, fail, misused, size_of, write
 from tailreplay.store.cli_tables import human_bytes
 from tailreplay.store.config import ENV_PREFIX, StoreConfig
 from tailreplay.store.errors import TailReplayError
@@ -100,10 +100,12 @@ def _serve(
         if not settings:
             serve_until_stopped(given, config)
             return
-        for item in settings_in_words(given, config):
-            cli_tables.facts(Console(highlight=False), item)
-            typer.echo()
-    except (TailReplayError, ValueError, ImportError) as error:
+        items = settings_in_words(given, config)
+        texts = (as_text(item, cli_tables.facts, Format.TERMINAL, is_look=True) for item in items)
+        write("".join(texts), None)
+    except ValueError as error:
+        misused(str(error))
+    except (TailReplayError, ImportError) as error:
         fail(str(error))
 
 
@@ -137,12 +139,12 @@ def _register() -> None:
 
     serve.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     serve.__annotations__ = {p.name: p.annotation for p in parameters}
-    serve.__doc__ = f"""Run a store until SIGTERM or Ctrl-C.
+    serve.__doc__ = paragraphs(f"""Run a store until SIGTERM or Ctrl-C.
 
     Every setting is a flag, a variable ({ENV_PREFIX} and its name in capitals, lists as JSON) or a
     field of a JSON file; a flag goes over a variable, a variable over the file, the file over the
     default. Sizes may be given such as 512MiB.
-    """
+    """)
     app.command()(serve)
 
 

@@ -10,7 +10,7 @@ import typer
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import cli_tables
 from tailreplay.store.cli_command import Asked, command
-from tailreplay.store.cli_io import Namespace, fail
+from tailreplay.store.cli_io import Namespace, fail, misused
 from tailreplay.store.errors import InvalidRequest
 from tailreplay.store.geometry import Dtype, checkpoint_geometry, hidden_geometry, kv_geometry
 from tailreplay.store.json_file import read_json
@@ -47,7 +47,7 @@ def size(
     vLLM engines store hiddens only in modes that use them (`store_hiddens`), HybridEngine always.
     """
     if shared > tokens:
-        fail(f"shared is {shared}, wanted at most tokens, {tokens}")
+        misused(f"--shared is {shared}, wanted at most --tokens, {tokens}")
     try:
         costs = _of_config(config, dtype) if config is not None else _of_store(asked, namespace)
     except InvalidRequest as error:

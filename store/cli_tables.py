@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 _SIZES = ("_bytes", "_bytes_per_token", "_bytes_per_s")
 _WIDEST = 1000
+_WHOLE = 1000.0
+NOTHING = "-"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -34,15 +36,14 @@ def facts(console: Console, answer: dict[str, Any]) -> None:
 
 
 def describe(console: Console, answer: dict[str, Any]) -> None:
-    """Identity, settings, namespaces."""
+    """Identity, settings where they are told, namespaces."""
     facts(console, {name: answer[name] for name in ("version", "boot_id")})
-    console.print("\nsettings in force")
-    facts(console, dict(sorted(answer["settings"].items())))
+    if answer["settings"]:
+        console.print("\nsettings in force")
+        facts(console, answer["settings"])
     for space in answer["namespaces"]:
         console.print()
-        # A size that no object has told since the start is not known.
-        unknown = {k: None if k.endswith(_SIZES) and not v else v for k, v in space.items()}
-        facts(console, unknown)
+        facts(console, space)
 
 
 def stats(console: Console, answer: dict[str, Any]) -> None:
@@ -51,7 +52,7 @@ def stats(console: Console, answer: dict[str, Any]) -> None:
     if answer["tiers"]:
         table = _table("tier", "kind", "objects", "bytes")
         for row in answer["tiers"]:
-            tier, kind = word(row["tier"]), word(row["kind"])
+            tier, kind = row["tier"], row["kind"]
             table.add_row(tier, kind, str(row["objects"]), human_bytes(row["bytes"]))
         _print(console, table)
 
@@ -62,11 +63,9 @@ def explain(console: Console, answer: dict[str, Any]) -> None:
     table = _table("kind", "tokens", "tier", "provenance")
     for run in answer["runs"]:
         span = f"{run['first_token']} to {run['end_token']}"
-        table.add_row(word(run["kind"]), span, word(run["tier"]), word(run["provenance"]))
+        table.add_row(run["kind"], span, run["tier"], run["provenance"])
     for point in answer["checkpoints"]:
-        table.add_row(
-            "checkpoint", f"at {point['token']}", word(point["tier"]), word(point["provenance"])
-        )
+        table.add_row("checkpoint", f"at {point['token']}", point["tier"], point["provenance"])
     _print(console, table)
 
 
@@ -76,11 +75,11 @@ def objects(console: Console, answer: dict[str, Any]) -> None:
     table = _table("kind", "tokens", "bytes", "tiers", "provenance", "idle s", "pin", "name")
     for row in answer["objects"]:
         table.add_row(
-            word(row["kind"]),
-            f"{row['first_token']} to {row['end_token']}",
+            row["kind"],
+            _where(row),
             human_bytes(row["size_bytes"]),
-            "+".join(map(word, row["tiers"])),
-            word(row["provenance"]),
+            "+".join(row["tiers"]),
+            row["provenance"],
             f"{row['idle_s']:.0f}",
             "yes" if row["pinned"] else "",
             row["prefix_hash"][:8],
@@ -89,17 +88,17 @@ def objects(console: Console, answer: dict[str, Any]) -> None:
 
 
 def pins(console: Console, answer: dict[str, Any]) -> None:
-    """Every pin."""
-    table = _table("pin_id", "namespace", "tokens", "objects", "bytes", "ends in s")
+    """Every pin, and below it whose it is."""
+    table = _table("pin_id", "tokens", "bytes", "left out", "ends in s")
     for row in answer["pins"]:
         table.add_row(
             row["pin_id"],
-            row["namespace"][:8],
-            str(row["tokens"]),
-            str(row["objects"]),
+            f"{row['pinned_tokens']} of {row['tokens']}",
             human_bytes(row["bytes"]),
+            human_bytes(row["left_out_bytes"]),
             f"{row['expires_in_s']:.0f}",
         )
+        table.add_row(f"  {row['namespace'][:8]}, {row['objects']} objects")
     _print(console, table)
 
 
@@ -108,7 +107,7 @@ def tenants(console: Console, answer: dict[str, Any]) -> None:
     table = _table("tenant", "spaces", "cpu", "redis", "evicted", "refused")
     for row in answer["tenants"]:
         table.add_row(
-            row["tenant"] or "(none)",
+            row["tenant"] or NOTHING,
             str(row["namespaces"]),
             human_bytes(row["cpu_bytes"]),
             human_bytes(row["redis_bytes"]),
@@ -126,9 +125,7 @@ def removed(console: Console, answer: dict[str, Any]) -> None:
     rows = answer["removed"]
     table = _table("tier", "kind", "objects", "bytes")
     for row in rows:
-        table.add_row(
-            word(row["tier"]), word(row["kind"]), str(row["objects"]), human_bytes(row["bytes"])
-        )
+        table.add_row(row["tier"], row["kind"], str(row["objects"]), human_bytes(row["bytes"]))
     if rows:
         _print(console, table)
     else:
@@ -142,7 +139,7 @@ def public(console: Console, answer: dict[str, Any]) -> None:
     for row in answer["prefixes"]:
         in_tier = Counter[str]()
         for place in row["tiers"]:
-            in_tier[word(place["tier"])] += place["bytes"]
+            in_tier[place["tier"]] += place["bytes"]
         table.add_row(
             row["prefix_hash"],
             str(row["tokens"]),
@@ -179,12 +176,19 @@ def top(console: Console, answer: dict[str, Any]) -> None:
         tenants(console, answer)
 
 
+def _where(row: dict[str, Any]) -> str:
+    """Of which tokens an object is; a checkpoint is of all up to one."""
+    if row["kind"] == "checkpoint":
+        return f"at {row['end_token']}"
+    return f"{row['first_token']} to {row['end_token']}"
+
+
 def _date(at_s: float) -> str:
     return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M")
 
 
 def _limit(size: int | None) -> str:
-    return "-" if size is None else human_bytes(size)
+    return NOTHING if size is None else human_bytes(size)
 
 
 def _table(*columns: str) -> Table:
@@ -201,16 +205,15 @@ def _print(console: Console, table: Table) -> None:
     console.print(table)
 
 
-def word(enum_name: str) -> str:
-    """`TIER_CPU` as `cpu`."""
-    return enum_name.partition("_")[2].lower()
-
-
 def _shown(name: str, value: Any) -> str:  # noqa: ANN401 - JSON
-    if value is None:
-        return "-"
+    if value in (None, "", []):
+        return NOTHING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
     if (name == "bytes" or name.endswith(_SIZES)) and str(value).isdecimal():
         return human_bytes(int(value))
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{value:.0f}" if value >= _WHOLE else f"{value:.4g}"
     return str(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import count
 from threading import Event
 from typing import Annotated, Any
 
@@ -24,17 +25,20 @@ def top(
     every: Annotated[float, typer.Option(help="seconds between looks", min=0.05)] = 2.0,
     looks: Annotated[int, typer.Option(help="how many, 0 = until stopped", min=0)] = 0,
 ) -> None:
-    """Lookups, hits and bytes a second; how full the pool is, and of whom."""
+    """Lookups, hits and bytes a second; how full the pool is, and of whom.
+
+    JSON is a line for each look, and a file has all of them.
+    """
     never = Event()
     before, then = _stats(asked), time.monotonic()
-    done = 0
-    while not looks or done < looks:
+    for look in range(looks) if looks else count():
         never.wait(every)
         now, at = _stats(asked), time.monotonic()
         facts = _rates(before, now, at - then)
         facts["tenants"] = _tenants(asked)
-        asked.write(facts, cli_tables.top)
-        before, then, done = now, at, done + 1
+        if not asked.write_look(facts, cli_tables.top, look):
+            return
+        before, then = now, at
 
 
 def _stats(asked: Asked) -> pb.StatsResponse:

@@ -6,6 +6,7 @@ force.
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -267,11 +268,14 @@ class StoreConfig(BaseSettings):
         return _content(self.digest_key_file) if self.digest_key_file is not None else b""
 
     def in_words(self) -> dict[str, str]:
-        """Every setting in force; what logs in somewhere is left out."""
-        words = {name: str(value) for name, value in self.model_dump().items()}
+        """Every setting in force; what logs in somewhere is left out.
+
+        Nothing is the empty text, lists are JSON, yes and no are `true` and `false`.
+        """
+        words = {name: in_word(value) for name, value in self.model_dump().items()}
         urls = [str(RedisEndpoint.parse(url)) for url in (self.redis_url or "").split()]
-        words["redis_url"] = " ".join(urls) or "none"
-        words["bulk_tiers"] = " ".join(str(tier.get("type")) for tier in self.bulk_tiers) or "none"
+        words["redis_url"] = " ".join(urls)
+        words["bulk_tiers"] = in_word(tuple(str(tier.get("type")) for tier in self.bulk_tiers))
         return words
 
     @field_validator("redis_seal_key_files")
@@ -358,6 +362,13 @@ def _unsafe(config: StoreConfig) -> str:
                 "token_file, or allow_insecure_listen"
             )
     return ""
+
+
+def in_word(value: object) -> str:
+    """A setting's value as text, as `StoreConfig.in_words` has it."""
+    if value in (None, ()):
+        return ""
+    return json.dumps(value, default=str) if isinstance(value, (bool, tuple)) else str(value)
 
 
 def explained(error: ValidationError) -> str:

@@ -17,12 +17,13 @@ class PromptCost(NamedTuple):
     """What a prompt costs.
 
     Attributes:
-        from_state: tokens seen by the state that the engine goes on from; 0 = none, the beginning.
+        from_checkpoint: tokens of the checkpoint that the engine goes on from; 0 = none, the
+            beginning.
         to_replay: tokens behind it whose stored hiddens are replayed.
         to_prefill: tokens that are computed.
     """
 
-    from_state: int
+    from_checkpoint: int
     to_replay: int
     to_prefill: int
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
-from tailreplay.store.config import ENV_PREFIX, StoreConfig, explained
+from tailreplay.store.config import ENV_PREFIX, StoreConfig, explained, in_word
 from tailreplay.store.errors import InvalidRequest
 from tailreplay.store.extras import require
 from tailreplay.store.json_file import read_json
@@ -56,7 +56,7 @@ def serve_until_stopped(flags: dict[str, Any], file: Path | None) -> None:
     stopped = threading.Event()
     logger.info("reserving up to %d bytes of shared memory", config.pool_bytes)
     server = StoreServer(config)
-    settings = ", ".join(f"{k}={v}" for k, v in sorted(config.in_words().items()))
+    settings = ", ".join(f"{k}={v or 'none'}" for k, v in sorted(config.in_words().items()))
     logger.info("settings: %s", settings)
     # What was imported is never garbage; looking for garbage in it stops every thread for 150 ms.
     gc.collect()
@@ -87,7 +87,7 @@ def settings_in_words(flags: dict[str, Any], file: Path | None) -> list[dict[str
         item = {
             "setting": name,
             "variable": variable,
-            "default": str(field.get_default(call_default_factory=True)),
+            "default": in_word(field.get_default(call_default_factory=True)),
             "meaning": field.description or "",
         }
         places = {
@@ -96,7 +96,7 @@ def settings_in_words(flags: dict[str, Any], file: Path | None) -> list[dict[str
             "file": name in from_file,
         }
         if place := next((place for place, is_there in places.items() if is_there), ""):
-            item["value"] = f"{values[name]} ({place})"
+            item["value"] = f"{values[name] or 'none'} ({place})"
         listed.append(item)
     return listed
 

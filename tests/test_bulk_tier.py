@@ -242,5 +242,5 @@ def test_other_adapters_are_a_matter_of_configuration(spec):
 def test_credentials_of_a_bulk_tier_are_not_described():
     tier = {"type": "s3", "aws_secret_access_key": "hush"}
     config = StoreConfig(redis_url="redis://:hush@h", bulk_tiers=(tier,))
-    assert config.in_words()["bulk_tiers"] == "s3"
+    assert config.in_words()["bulk_tiers"] == '["s3"]'
     assert "hush" not in str(config.in_words())

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from datetime import datetime
 from importlib.metadata import version
 
 import pytest
@@ -148,6 +149,13 @@ def test_serve_refuses_a_file_that_holds_no_settings(tmp_path, text, said):
     assert said in done.stderr
 
 
+@pytest.mark.parametrize("file", ["/", "nowhere.json"])
+def test_serve_says_that_a_file_of_settings_can_not_be_read(file):
+    done = run("serve", "--config", file)
+    assert done.returncode == 1
+    assert f"{file} can not be read" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -155,13 +163,11 @@ def test_serve_refuses_a_file_that_holds_no_settings(tmp_path, text, said):
         (["--listen", "127.0.0.1:99999"], "a port from 0 to 65535"),
         (["--listen", "http://x"], "wanted unix:///path/to.sock or host:port"),
         (["--listen", "unix:///" + "x" * 107], "wanted at most 107"),
-        (["--config", "/"], "/ can not be read"),
-        (["--config", "nowhere.json"], "nowhere.json can not be read"),
     ],
 )
 def test_serve_refuses_a_wrong_setting_by_name(args, said):
     done = run("serve", *args)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert said in done.stderr
 
 
@@ -182,7 +188,7 @@ def test_serve_says_what_it_can_not_have(args, said):
 def test_serve_names_a_variable_that_holds_no_json(monkeypatch):
     monkeypatch.setenv("TAILREPLAY_REDIS_SEAL_KEY_FILES", "/some/key")
     done = run("serve")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "TAILREPLAY_REDIS_SEAL_KEY_FILES is no JSON" in done.stderr
     assert "/some/key" not in done.stderr
 
@@ -217,7 +223,7 @@ def test_an_unknown_setting_in_a_file_names_the_known_ones(tmp_path):
     file = tmp_path / "store.json"
     file.write_text('{"pool": 1}')
     done = run("serve", "--config", str(file))
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "pool is no setting, wanted one of" in done.stderr
     assert "pool_bytes" in done.stderr
 
@@ -225,8 +231,29 @@ def test_an_unknown_setting_in_a_file_names_the_known_ones(tmp_path):
 @pytest.mark.parametrize("url", ["http://foo", "nonsense", "127.0.0.1:0x1"])
 def test_a_wrong_address_is_refused_before_anything_is_asked(url):
     done = run("ping", "--url", url)
-    assert done.returncode == 1
-    assert f"address is '{url}'" in done.stderr
+    assert done.returncode == 2
+    assert f"--url: address is '{url}'" in done.stderr
+
+
+def test_a_command_that_is_to_be_quiet_writes_no_file(server, tmp_path):
+    file = tmp_path / "stats"
+    done = run("stats", "-q", "--url", server.address, "--output", str(file))
+    assert (done.returncode, file.exists()) == (2, False)
+    assert "-q writes nothing, and --output names a file" in done.stderr
+    absent = f"unix://{tmp_path}/none.sock"
+    done = run("ping", "-q", "--url", absent)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+    assert run("ping", "--url", absent).stderr  # which is not quiet because another was
+
+
+def test_help_wraps_a_sentence_where_the_terminal_ends(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("TERMINAL_WIDTH", "300")
+    for command, sentence in (
+        ("explain", "from the nearest checkpoint that the store has where they part or before."),
+        ("serve", "a flag goes over a variable, a variable over the file, the file over"),
+    ):
+        assert sentence in CliRunner().invoke(app, [command, "--help"]).stdout
 
 
 def test_what_can_not_be_written_is_an_error_with_its_reason(server):
@@ -243,12 +270,11 @@ def test_stats_keep_their_order_whatever_their_values(server):
 def test_watching_writes_again_and_again(server):
     command = [*COMMAND, "stats", "--watch", "0.01", "--url", server.address, "--format", "json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
-        starts = 0
-        while starts < 3:
-            line = watching.stdout.readline()
-            assert line
-            starts += line == "{\n"
+        looks = [json.loads(watching.stdout.readline()) for _ in range(3)]
         watching.terminate()
+    times = [datetime.fromisoformat(look["at"]) for look in looks]
+    assert times == sorted(times)
+    assert all("lookups" in look for look in looks)
 
 
 def test_what_is_watched_comes_through_a_pipe_at_once(server):
@@ -258,14 +284,29 @@ def test_what_is_watched_comes_through_a_pipe_at_once(server):
     with subprocess.Popen(command, stdout=pipe, text=True, env=buffered) as watching:
         late = threading.Timer(50, watching.kill)
         late.start()
-        said = ""
-        while line := watching.stdout.readline():
-            said += line
-            if line == "}\n":
-                break
+        said = watching.stdout.readline()
         late.cancel()
         watching.terminate()
     assert "lookups" in json.loads(said)
+
+
+def test_settings_are_json_types_in_order_and_nothing_is_spelt_one_way(server):
+    settings = json.loads(run("describe", "--url", server.address, "--format", "json").stdout)
+    settings = settings["settings"]
+    assert list(settings) == sorted(settings)
+    config = server.store.config
+    plain = {name: getattr(config, name) for name in ("pool_bytes", "drain_s", "share_memory")}
+    assert {name: settings[name] for name in plain} == plain
+    assert (settings["redis_url"], settings["token_file"], settings["bulk_tiers"]) == (
+        None,
+        None,
+        [],
+    )
+    assert settings["effective_pool_bytes"] == server.store.tiers.pool_bytes
+    shown = run("describe", "--url", server.address).stdout
+    lines = dict(line.split(None, 1) for line in shown.splitlines() if "  " in line)
+    nothing = {lines[name].strip() for name in ("redis_url", "token_file", "redis_username")}
+    assert (nothing, lines["share_memory"].strip()) == ({"-"}, "yes")
 
 
 def test_the_whole_namespace_is_shown_however_narrow_the_terminal(server):
@@ -277,12 +318,12 @@ def test_version_is_printed():
 
 
 OBJECT = {
-    "kind": "KIND_CHECKPOINT",
+    "kind": "hidden",
     "first_token": 131072,
     "end_token": 131328,
     "size_bytes": 1023 << 20,
-    "tiers": ["TIER_CPU", "TIER_REDIS"],
-    "provenance": "PROVENANCE_APPROXIMATE",
+    "tiers": ["cpu", "redis"],
+    "provenance": "approximate",
     "idle_s": 86399,
     "pinned": True,
     "prefix_hash": "ab" * 32,
@@ -301,8 +342,10 @@ PIN = {
     "pin_id": "ef" * 16,
     "namespace": "ab" * 32,
     "tokens": 131072,
+    "pinned_tokens": 130816,
     "objects": 1234567,
     "bytes": 999 << 20,
+    "left_out_bytes": 998 << 20,
     "expires_in_s": 86399,
 }
 
@@ -316,7 +359,7 @@ PIN = {
             ["131072 to 131328", "cpu+redis", "approximate", "86399", "idle s"],
         ),
         (cli_tables.tenants, {"tenants": [TENANT]}, ["cd" * 16, "998.0 GiB", "1234567", "refused"]),
-        (cli_tables.pins, {"pins": [PIN]}, ["ef" * 16, "ends in s", "86399"]),
+        (cli_tables.pins, {"pins": [PIN]}, ["ef" * 16, "130816 of 131072", "998.0 MiB", "86399"]),
     ],
 )
 def test_a_table_fits_80_columns_and_nothing_of_it_is_cut_in_fewer(table, answer, shown):

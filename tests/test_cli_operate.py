@@ -64,6 +64,7 @@ def run(server):
         assert done.exit_code == code, done.output
         return json.loads(done.stdout) if done.stdout.startswith("{") else done.stderr
 
+    run.url = server.address
     return run
 
 
@@ -80,7 +81,9 @@ def test_query_counts_what_is_stored_by_kind(run, prefix):
     assert (answer["prompt_tokens"], answer["matched_tokens"]) == (702, 700)
     assert answer["kv_tokens"] == answer["hidden_tokens"] == answer["kv_tokens_in_cpu"] == 700
     assert (answer["checkpoints"], answer["last_checkpoint"]) == (0, 0)
-    assert run("query", "-", "--namespace", space, ids=[9], code=1)["matched_tokens"] == 0
+    nothing = run("query", "-", "--namespace", space, ids=[9], code=1)
+    assert nothing.keys() == answer.keys()
+    assert (nothing["matched_tokens"], nothing["kv_tokens_in_cpu"]) == (0, 0)
     assert run("query", "-", "--namespace", space, ids=IDS)["last_checkpoint"] == 1000
 
 
@@ -88,7 +91,7 @@ def test_a_command_that_ends_with_1_says_why_unless_it_is_to_be_quiet(server, pr
     space = prefix.namespace.hex()
     for words, said in (
         (["query", "-", "--namespace", space], "nothing of this prompt is stored"),
-        (["unpin", "ab12"], "there is no pin ab12"),
+        (["unpin", "ab" * 16], f"there is no pin {'ab' * 16}"),
     ):
         words = [*words, "--url", server.address]
         for quiet in ([], ["-q"]):
@@ -97,12 +100,49 @@ def test_a_command_that_ends_with_1_says_why_unless_it_is_to_be_quiet(server, pr
             assert done.stderr == ("" if quiet else f"tailreplay-store: {said}\n")
 
 
+def test_a_prompts_namespace_is_found_by_its_tenant(run, client, prefix):
+    other = Prefix(os.urandom(32), range(2000, 2300), tenant=tenant_digest("somebody"))
+    client.put(other)
+    told = {n["namespace"]: n["tenant"] for n in run("describe")["namespaces"]}
+    assert told[other.namespace.hex()] == other.tenant.hex()
+    said = run("query", "-", ids=other.ids, code=1)
+    assert "namespaces, wanted --namespace or --tenant to name one" in said
+    assert f"{other.namespace.hex()}  300 tokens of tenant {other.tenant.hex()}" in said
+    mine = ("--tenant", "somebody")
+    for command in ("query", "inspect", "explain"):
+        assert run(command, "-", *mine, ids=other.ids)["matched_tokens"] == 300
+    made = run("pin", "-", "--tenant", other.tenant.hex(), "--digest", ids=other.ids)
+    assert made["namespace"] == other.namespace.hex()
+    run("unpin", made["pin_id"])
+    assert "none is of the tenant" in run("query", "-", "--tenant", "nobody", ids=IDS, code=1)
+    both = (*mine, "--namespace", other.namespace.hex())
+    assert "both given, wanted one" in run("query", "-", *both, ids=IDS, code=2)
+    client.put(Prefix(os.urandom(32), range(2000, 2100), tenant=other.tenant))
+    said = run("query", "-", *mine, ids=other.ids, code=1)
+    assert "has 2 namespaces of this tenant, wanted --namespace to name one" in said
+    assert said.count(other.tenant.hex()) == 2
+
+
+def test_a_tenant_that_is_not_known_is_said_to_be_none(run, prefix):
+    for words in (("quota", "get"), ("quota", "delete"), ("kvcache", "clear", "--tenant")):
+        run(*words, name_of(prefix))
+        done = CliRunner().invoke(app, [*words, "nobody", "--url", run.url])
+        assert done.exit_code == 1
+        assert "this store knows no such tenant" in done.stderr
+    for words in (("quota", "set", "later", "--cpu", "1MiB"), ("mode", "set", "later", "auto")):
+        done = CliRunner().invoke(app, [*words, "--url", run.url])
+        assert done.exit_code == 0
+        assert "nothing of this tenant is stored as yet" in done.stderr
+    run("mode", "set", "later", "unset")
+    run("quota", "delete", "later")
+
+
 def test_inspect_shows_objects(run, prefix):
     answer = run("inspect", "-", "--namespace", prefix.namespace.hex(), ids=IDS)
     assert answer["tenant"] == prefix.tenant.hex()
     assert len(answer["objects"]) == 4 + 16 + 1
     first = answer["objects"][0]
-    assert (first["kind"], first["tiers"]) == ("KIND_KV", ["TIER_CPU"])
+    assert (first["kind"], first["tiers"]) == ("kv", ["cpu"])
     assert first["prefix_hash"] == prefix.chain.prefix_hash(256).hex()
 
 
@@ -115,11 +155,25 @@ def test_a_prompt_is_pinned_listed_and_let_go(run, prefix):
     least = run("pin", "-", "--namespace", space, "--max-bytes", "1KiB", ids=IDS)
     assert (least["objects"], least["bytes"]) == (0, 0)
     assert run("pin", "-", "--max-bytes", "12MiB", "--namespace", space, ids=IDS)["objects"] == 21
-    refused = run("pin", "-", "--namespace", space, "--max-bytes", "much", ids=IDS, code=1)
+    refused = run("pin", "-", "--namespace", space, "--max-bytes", "much", ids=IDS, code=2)
     assert "--max-bytes is 'much', wanted a size such as 512MiB" in refused
     assert run("unpin", made["pin_id"])["was_there"]
     assert not run("unpin", made["pin_id"], code=1)["was_there"]
-    assert "pin_id is 'x', wanted hex" in run("unpin", "x", code=1)
+    for wrong in ("x", "999", "ab12"):
+        assert "wanted 32 hex digits (see `pins`)" in run("unpin", wrong, code=2)
+    assert "--for is 0, wanted more than 0 seconds" in run(
+        "pin", "-", "--for", "0", ids=IDS, code=2
+    )
+
+
+def test_a_pin_says_what_it_holds_in_tokens(run, server, prefix):
+    space, block = prefix.namespace.hex(), object_bytes(GEOMETRY[KV], 256)
+    options = ("--namespace", space, "--max-bytes", str(2 * block + 1))
+    made = run("pin", "-", *options, ids=IDS)
+    assert (made["tokens"], made["pinned_tokens"], made["objects"]) == (1000, 512, 2)
+    assert made["left_out_bytes"] > 0
+    assert "512 of 1000" in shown(server, "pins")
+    run("unpin", made["pin_id"])
 
 
 def test_a_quota_is_set_read_listed_and_deleted(run, server, prefix):
@@ -158,13 +212,14 @@ def test_sizes_have_units(run, text, size):
         (("quota", "get", ""), "tenant is empty"),
         (("kvcache", "clear"), "wanted one of --all, --namespace and --tenant"),
         (("kvcache", "clear", "--all", "--tenant", "a"), "wanted one of --all"),
-        (("purge", "--namespace", "12"), "namespace is '12', wanted 64 hex digits"),
-        (("size", "--tokens", "9", "--shared", "10"), "shared is 10, wanted at most tokens, 9"),
-        (("size", "--tokens", "9", "--config", "/none.json"), "/none.json can not be read"),
+        (("purge", "--namespace", "12"), "--namespace is '12', wanted 64 hex digits"),
+        (("size", "--tokens", "9", "--shared", "10"), "--shared is 10, wanted at most --tokens, 9"),
+        (("inspect", "-", "--namespace", "zz"), "--namespace is 'zz', wanted 64 hex digits"),
+        (("public", "add"), "wanted a prompt or --hash"),
     ],
 )
 def test_what_is_wrong_is_named_with_what_was_wanted(run, args, said):
-    assert said in run(*args, code=1)
+    assert said in run(*args, ids=[1], code=2)
 
 
 def test_purge_and_clear_take_what_they_are_told(run, client, prefix):
@@ -210,13 +265,18 @@ def test_a_mode_is_set_and_taken_back(run, client, prefix):
     assert run("mode", "set", name_of(prefix), "unset")["default_mode"] == ""
 
 
-def test_top_gives_rates_and_who_fills_the_pool(run, server, client, prefix):
+def test_top_gives_rates_and_who_fills_the_pool(run, server, client, prefix, tmp_path):
     client.match(prefix)
     answer = run("top", "--looks", "1", "--every", "0.05")
+    assert answer["at"]
     assert answer["pool_bytes"] == client.stats().pool_bytes
     assert prefix.tenant.hex() in {t["tenant"] for t in answer["tenants"]}
     assert answer["lookups_per_s"] == 0
     assert "lookups_per_s" in shown(server, "top", "--looks", "1", "--every", "0.05")
+    file = tmp_path / "looks"
+    for _ in range(2):  # the second run begins anew
+        run("top", "--looks", "3", "--every", "0.05", "--output", str(file))
+        assert len([json.loads(line) for line in file.read_text().splitlines()]) == 3
 
 
 def test_top_counts_what_happens_between_two_looks():
@@ -363,7 +423,19 @@ def test_a_reader_that_has_seen_enough_ends_a_command_without_a_word(server, for
     words = ["stats", "--watch", "0.1", "--url", server.address, "--format", form]
     with os.fdopen(write) as closed:
         done = written_to(closed, *words)
-    assert (done.returncode, done.stderr) == (1, b"")
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_reader_that_has_seen_enough_does_not_change_what_a_command_tells(server, prefix):
+    file = f"/proc/{os.getpid()}/fd/%d"
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write) as closed, open(os.memfd_create("prompt"), "w+") as prompt:
+        prompt.write("[9]")
+        prompt.flush()
+        words = ["query", file % prompt.fileno(), "--namespace", prefix.namespace.hex()]
+        done = written_to(closed, *words, "--url", server.address)
+    assert (done.returncode, b"nothing of this prompt" in done.stderr) == (1, True)
 
 
 def test_a_full_standard_output_is_named(server):

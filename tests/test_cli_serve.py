@@ -37,7 +37,7 @@ def test_settings_stand_under_headings(said):
 
 def run(*words: str) -> str:
     done = CliRunner().invoke(app, ["serve", *words])
-    assert done.exit_code == 1, done.output
+    assert done.exit_code == 2, done.output
     return done.stderr
 
 
@@ -98,10 +98,10 @@ def test_flags_go_over_variables_over_the_file_over_defaults(tmp_path, monkeypat
         "index_bytes": f"{256 << 20} (file)",
         "staging_bytes": f"{2 << 30} (TAILREPLAY_STAGING_BYTES)",
         "pool_bytes": f"{8 << 20} (flag)",
-        "share_memory": "False (flag)",
-        "share_memory_uids": "(7, 8) (flag)",
+        "share_memory": "false (flag)",
+        "share_memory_uids": "[7, 8] (flag)",
         "redis_url": "redis://127.0.0.1:1 (flag)",
-        "bulk_tiers": "fs (flag)",
+        "bulk_tiers": '["fs"] (flag)',
     }
 
 

@@ -1,6 +1,7 @@
 """Commands where callers have tokens: whose namespaces they find, and what is public."""
 
 import json
+from importlib.metadata import version
 
 import pytest
 from store_objects import Prefix, put_frames
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 
 from tailreplay.proto import store_pb2_grpc as rpc
 from tailreplay.store.cli import app
+from tailreplay.store.namespace import tenant_digest
 
 SPACE = bytes(range(32))
 SYSTEM = Prefix(SPACE, range(700))
@@ -90,13 +92,13 @@ def test_a_prefix_is_opened_listed_and_closed(run, server):
     [
         (("add",), "wanted a prompt or --hash"),
         (("add", "-", "--hash", "00"), "wanted a prompt or --hash"),
-        (("add", "--hash", "x"), "hash is 'x', wanted hex"),
-        (("remove", "zz"), "hash is 'zz', wanted hex"),
-        (("remove", ""), "no public prefix has the hash ''"),
+        (("add", "--hash", "x"), "hash is 'x', wanted 64 hex digits"),
+        (("remove", "zz"), "hash is 'zz', wanted 64 hex digits"),
+        (("remove", ""), "hash is '', wanted 64 hex digits"),
     ],
 )
 def test_what_is_wrong_with_a_prefix_is_said(run, words, said):
-    assert said in run("root", "public", *words, ids=[1], code=1)
+    assert said in run("root", "public", *words, ids=[1], code=2)
 
 
 def test_public_prefixes_are_shown_as_a_table(run, server, folder):
@@ -104,6 +106,23 @@ def test_public_prefixes_are_shown_as_a_table(run, server, folder):
     words = ["--token-file", str(folder / "root.token"), "public", "list", "--url", server.address]
     shown = CliRunner().invoke(app, words).stdout
     assert Prefix(SPACE, range(256)).chain.prefix_hash(256).hex() in shown
+
+
+def test_ping_answers_everybody(server, folder):
+    done = CliRunner().invoke(app, ["ping", "--url", server.address, "--format", "json"])
+    told = json.loads(done.stdout)
+    assert (done.exit_code, told["serving"], told["version"]) == (0, True, None)
+
+
+def test_ping_tells_those_with_a_token_the_version(run):
+    assert run("acme", "ping")["version"] == version("tailreplay")
+
+
+def test_a_tenant_is_shown_no_settings_and_no_capacity(run, server, folder):
+    (space,) = run("acme", "describe")["namespaces"]
+    assert (space["capacity_tokens"], space["tenant"]) == (None, tenant_digest("acme").hex())
+    words = ["--token-file", str(folder / "acme.token"), "describe", "--url", server.address]
+    assert "settings in force" not in CliRunner().invoke(app, words).stdout
 
 
 def states(answer: dict) -> dict[str, tuple[str, str]]:

@@ -72,7 +72,7 @@ def test_explain_counts_from_the_nearest_stored_state(tmp_path):
             words = ["explain", *map(str, files), "--url", server.address, "--format", "json"]
             answer = json.loads(CliRunner().invoke(app, [*words, *options]).stdout)
             assert answer["shared_tokens"] == 500
-            names = ("from_state", "tokens_to_replay", "tokens_to_prefill")
+            names = ("from_checkpoint", "tokens_to_replay", "tokens_to_prefill")
             return tuple(answer[name] for name in names), answer["counted"]
 
         assert explained()[0] == (None, None, 60)

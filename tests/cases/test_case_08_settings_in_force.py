@@ -30,4 +30,4 @@ def test_one_line_at_start_and_describe_say_every_setting(tmp_path):
     assert all(f"{name}=" in line for name in wanted)
     assert wanted <= set(told)
     assert f"pool_bytes={8 << 20}" in line
-    assert told["effective_pool_bytes"] == str(8 << 20)
+    assert told["effective_pool_bytes"] == 8 << 20

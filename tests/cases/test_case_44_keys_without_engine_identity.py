@@ -52,7 +52,7 @@ def test_an_engine_that_differs_in_anything_hits_nothing_and_its_namespace_can_b
         words = ["purge", "--namespace", poisoned.namespace.hex(), "--url", server.address]
         done = CliRunner().invoke(app, [*words, "--format", "json"])
         tiers = {row["tier"] for row in json.loads(done.stdout)["removed"]}
-        assert tiers == {"TIER_CPU", "TIER_REDIS"}
+        assert tiers == {"cpu", "redis"}
         assert client.match(poisoned).matched_tokens == 0
         assert client.match(fresh).matched_tokens == 600
     with (
