@@ -1,4 +1,4 @@
-"""Prompts for vLLM engines, and how far answers lie apart."""
+"""Prompts for vLLM engines, how far answers lie apart, and what they loaded."""
 
 from __future__ import annotations
 
@@ -26,3 +26,18 @@ def worst(got: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> float:
         for g, w in pairs
         for a, b in zip(g["first_logprobs"], w["first_logprobs"], strict=True)
     )
+
+
+def sizes(found: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes by kind out of the pool, and out of the store."""
+    loaded = found["report"]["bytes"]
+    return loaded.get("gpu", {}), loaded.get("cpu", {})
+
+
+def second_hit(engine: Any, prompt: list[int], m: int, salt: str) -> dict[str, Any]:
+    """The second prompt that leaves a stored one at m; the first has left the state there."""
+    engine.generate(prompts=[prompt], cache_salt=salt)
+    engine.generate(prompts=[branch(prompt, m)], cache_salt=salt)
+    found: dict[str, Any] = engine.generate(prompts=[branch(prompt, m, turn=2)], cache_salt=salt)[0]
+    assert (found["cached"], found["report"]["checkpoint_token"]) == (m, m)
+    return found

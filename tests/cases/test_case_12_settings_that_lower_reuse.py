@@ -1,6 +1,6 @@
 """sglang#37834: turning on one flag changed what could be reused, and nobody was told.
 
-Of the vLLM connector; flags of the engine itself are tried on one in `tests/test_vllm.py`.
+Of the vLLM connector; the engine's own flags: `tests/vllm_connector/test_hits.py`.
 """
 
 from __future__ import annotations

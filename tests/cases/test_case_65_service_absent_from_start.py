@@ -1,7 +1,7 @@
 """vllm#44249: where the cache's service was absent, the fallback failed requests.
 
 Engines start without a store, serve as if there were none, and say so; one that comes is used. With
-vLLM's own servers: `tests/test_vllm_server.py`.
+vLLM's own servers: `tests/vllm_connector/test_servers.py`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ import pytest
 from loopback import free_port
 from redis_server import RedisServer
 from vllm_engine import environment, transfer_config
-from vllm_models import qwen35
 from waiting import until
 
 from tailreplay.connector import StoreClient
@@ -123,11 +122,6 @@ class Server(Process):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("servers")
-
-
-@pytest.fixture(scope="module")
 def address(folder: Path) -> str:
     return f"unix://{folder}/store.sock"
 
@@ -165,9 +159,8 @@ def store(folder: Path, address: str) -> Iterator[Store]:
 
 
 @pytest.fixture(scope="module")
-def servers(folder: Path, address: str) -> Iterator[list[Server]]:
+def servers(folder: Path, model: Path, address: str) -> Iterator[list[Server]]:
     """Two servers, started before there is a store."""
-    model = qwen35(folder / "model")
     both = [Server(model, address, folder) for _ in range(2)]
     try:
         for server in both:
