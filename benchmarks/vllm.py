@@ -10,8 +10,9 @@ share 1500 (the pattern users published in vllm#45238). The same prompts go to v
 connector, with its own prefix caching (`align`) and without it, and to vLLM with LMCache's MP
 connector and a server of its own; `peers_that_did_not` names what could not be started, and why.
 
-Fields: `hits` prompts with any hit, `matched_exact` those with exactly the shared length,
-`cached_tokens` what was reported, `ttft_ms` median after the first prompt of a run (`first_ms`),
+Fields: `hits` prompts of which something was not computed, `spared_all` those of which exactly the
+shared length was not, `spared_tokens` what was not (the first prompt to leave at a token computes
+what lies between that and the state before it, here all, and keeps the state), `ttft_ms` median after the first prompt of a run (`first_ms`),
 `cpu_s` of the engine's process. `chat`: ten turns that keep the conversation, tokens prefilled in
 each from the second on. `overhead_no_reuse`: CPU seconds with the connector over those without, for
 prompts that share nothing, as median, quartiles and 95% interval of the median of interleaved

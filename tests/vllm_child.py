@@ -98,9 +98,10 @@ class Child:
     def timed(self, prompts: list[list[int]], tokens: int = 1) -> dict[str, Any]:
         """Runs prompts one after another to their last token, and lets each be stored.
 
-        Seconds and cached tokens of each; CPU seconds of this process and bytes by tier for all.
+        Seconds, cached tokens and those of them that were computed again, of each; CPU seconds of
+        this process and bytes by tier for all.
         """
-        cpu_s, seconds, cached, reasons = time.process_time(), [], [], []
+        cpu_s, seconds, cached, again, reasons = time.process_time(), [], [], [], []
         loaded: Counter[str] = Counter()
         for prompt in prompts:
             start_s = time.perf_counter()
@@ -109,6 +110,7 @@ class Child:
             seconds.append(time.perf_counter() - start_s)
             cached.append(answer["cached"])
             report = answer["report"] or {}
+            again.append(report.get("recomputed_tokens", 0))
             reasons.append(report.get("miss_reason"))
             for tier, sizes in report.get("bytes", {}).items():
                 loaded[tier] += sum(sizes.values())
@@ -116,6 +118,7 @@ class Child:
         return {
             "ttft_s": seconds,
             "cached": cached,
+            "again": again,
             "reasons": reasons,
             "bytes": dict(loaded),
             "cpu_s": time.process_time() - cpu_s,
