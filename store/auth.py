@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from tailreplay.store.errors import NotAllowed, NotAuthenticated
 from tailreplay.store.file_stamp import file_stamp
+from tailreplay.store.wanted import wanted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -29,7 +30,8 @@ logger = logging.getLogger(__name__)
 METADATA_KEY = "authorization"
 BEARER = "Bearer "
 _SCOPE_CONTEXT = "tailreplay scope v1"
-_TENANT = r"^[A-Za-z0-9._-]{1,64}$"
+_FORM = '{"tokens": [{"sha256": "…", "tenant": "…"}, …]}'
+TENANT_NAME = r"^[A-Za-z0-9._-]{1,64}$"
 
 
 class Role(enum.StrEnum):
@@ -95,7 +97,7 @@ class TokenEntry(BaseModel):
     role: Annotated[
         Literal["tenant", "admin", "metrics"], Field(description="what its bearer is")
     ] = "tenant"
-    tenant: Annotated[str, Field(pattern=_TENANT, description="whose objects it sees")] = ""
+    tenant: Annotated[str, Field(pattern=TENANT_NAME, description="whose objects it sees")] = ""
     shared_memory: Annotated[
         bool, Field(description="its bearer may map the pool, and read every tenant's bytes in it")
     ] = False
@@ -158,8 +160,10 @@ class Access:
             return ANYONE
         given = [value for key, value in metadata if key == METADATA_KEY]
         if len(given) != 1 or not isinstance(given[0], str) or not given[0].startswith(BEARER):
+            came = "no token came" if not given else f"{len(given)} `{METADATA_KEY}` entries came"
             raise NotAuthenticated(
-                f"{len(given)} `{METADATA_KEY}` entries came, wanted one: Bearer and a token"
+                f"{came}, wanted one: --token-file before a command's name, token_file of an "
+                "engine's credentials"
             )
         return self.bearer(given[0].removeprefix(BEARER))
 
@@ -220,6 +224,15 @@ def allow(principal: Principal, *roles: Role) -> None:
         raise NotAllowed(f"the token's role is {principal.role}, wanted {' or '.join(roles)}")
 
 
+def token_faults(error: ValidationError) -> str:
+    """What is wrong with a token file, without what is in it."""
+    items = error.errors(include_url=False, include_input=False)
+    if any(item["type"] == "json_invalid" for item in items):
+        return f"it is no JSON, wanted {_FORM}"
+    faults = (f"{'.'.join(map(str, item['loc'])) or 'it'}: {wanted(item)}" for item in items)
+    return f"{'; '.join(faults)} ({_FORM})"
+
+
 def _read(file: Path) -> dict[bytes, Principal]:
     """Callers by the digests of their tokens."""
     try:
@@ -227,11 +240,7 @@ def _read(file: Path) -> dict[bytes, Principal]:
     except OSError as error:
         raise ValueError(f"token file {file} can not be read: {error.strerror}") from None
     except ValidationError as error:
-        faults = "; ".join(
-            f"{'.'.join(map(str, item['loc']))}: {item['msg']}"
-            for item in error.errors(include_url=False, include_input=False)
-        )
-        raise ValueError(f"token file {file}: {faults}") from None
+        raise ValueError(f"token file {file}: {token_faults(error)}") from None
     callers = [entry.principal() for entry in listed.tokens]
     by_digest = {caller.token_digest: caller for caller in callers}
     if len(by_digest) < len(callers):

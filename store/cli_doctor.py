@@ -15,12 +15,13 @@ from pydantic import ValidationError
 from tailreplay.proto import store_pb2 as pb
 from tailreplay.proto import store_pb2_grpc as rpc
 from tailreplay.store import cli_tables
-from tailreplay.store.address import checked_address, socket_path
+from tailreplay.store.address import checked_address, is_local, socket_path
 from tailreplay.store.cli_command import TIMEOUT_S, Asked, called, command
 from tailreplay.store.cli_io import fail
 from tailreplay.store.cli_tables import human_bytes
 from tailreplay.store.config import PAYLOAD_TTL_S, StoreConfig, explained
 from tailreplay.store.errors import NotAllowed, NotAuthenticated, TailReplayError
+from tailreplay.store.redis_endpoint import RedisEndpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,7 +53,7 @@ def doctor(
     redis_url: Annotated[
         str,
         typer.Option(
-            help="Redis of the store; a store does not tell",
+            help="Redis of the store, with its login; default: what the store says, without",
             envvar="TAILREPLAY_REDIS_URL",
             show_default=False,
         ),
@@ -63,17 +64,57 @@ def doctor(
         address = checked_address(asked.address)
     except ValueError as error:
         fail(str(error))
+    about = _about(address)
     checks = [
         *_socket(address),
         *_shared_memory(),
         *_store(address),
         *_operators(asked),
-        *_redis(redis_url),
+        *_which_redis(address, redis_url, about),
+        *_redis(redis_url or _told_redis(address, about)),
     ]
     facts = {"checks": [check._asdict() for check in checks]}
     asked.write(facts, cli_tables.checks)
     if any(check.state == "fail" for check in checks):
         raise typer.Exit(1)
+
+
+def _about(address: str) -> pb.DescribeResponse | None:
+    """What a store says of itself; None where it does not answer, or not to this caller."""
+    try:
+        told: pb.DescribeResponse = called(
+            address, rpc.StoreStub, "Describe", pb.DescribeRequest(), TIMEOUT_S
+        )
+    except TailReplayError:
+        return None
+    return told if "redis_url" in told.settings else None
+
+
+def _told_redis(address: str, about: pb.DescribeResponse | None) -> str:
+    """The store's Redis, as far as it is to be found from here."""
+    urls = "" if about is None else about.settings["redis_url"]
+    elsewhere = not is_local(address) and any(_is_loopback(url) for url in urls.split())
+    return "" if elsewhere else urls.removeprefix("none")
+
+
+def _is_loopback(url: str) -> bool:
+    place = RedisEndpoint.parse(url).address
+    return isinstance(place, str) or is_local(f"{place[0]}:{place[1]}")
+
+
+def _which_redis(address: str, given: str, about: pb.DescribeResponse | None) -> Iterator[Check]:
+    """Whether the Redis that is looked at is the store's."""
+    if about is None or not given:
+        return
+    try:
+        named = {RedisEndpoint.parse(url).place for url in given.split()}
+    except ValueError:
+        return  # said where it is looked at
+    told = about.settings["redis_url"].removeprefix("none")
+    if named != {RedisEndpoint.parse(url).place for url in told.split()}:
+        todo = "look at the store's own: leave --redis-url out, or name that, with its login"
+        found = f"--redis-url names {' and '.join(sorted(named))}, the store has {told or 'none'}"
+        yield Check("redis", "warn", found, todo)
 
 
 def _socket(address: str) -> Iterator[Check]:
@@ -184,7 +225,9 @@ def _figures(figures: pb.StatsResponse) -> Iterator[Check]:
 
 def _redis(url: str) -> Iterator[Check]:
     if not url:
-        yield Check("redis", "skip", "not looked at", "name it with --redis-url")
+        yield Check(
+            "redis", "skip", "not looked at", "name it with --redis-url, if the store has one"
+        )
         return
     try:
         import redis
@@ -210,7 +253,7 @@ def _redis(url: str) -> Iterator[Check]:
                 todo = "this look needs the rights +info and +time too; the store does without"
                 yield Check("redis", "warn", f"{which}{error}", todo)
             except redis.RedisError as error:
-                todo = "start it, or mend its address or password"
+                todo = "start it, or mend its address or password (--redis-url with its login)"
                 yield Check("redis", "fail", f"{which}{error}", todo)
 
 

@@ -11,7 +11,7 @@ import typer
 
 from tailreplay.store import cli_tables
 from tailreplay.store.cli_command import paragraphs
-from tailreplay.store.cli_io import Format, as_text, fail, misused, size_of, write
+from tailreplay.store.cli_io import Format, as_text, fail, misused, note, write
 from tailreplay.store.cli_tables import human_bytes
 from tailreplay.store.config import ENV_PREFIX, StoreConfig
 from tailreplay.store.errors import TailReplayError
@@ -26,7 +26,6 @@ _PANELS = {
     "Memory": ("share_memory", "require_shared", "pool_", "index_", "staging_"),
     "Redis and behind": ("redis_", "bulk_", "manifest_", "digest_", "shared_index"),
 }
-_SIZES = {name for name in StoreConfig.model_fields if name.endswith("_bytes")}
 _OTHERS = "Streams and limits"
 _UNITS = {"_bytes": "BYTES", "_s": "SECONDS", "_share": "0..1", "listen": "ADDRESS", "_url": "URL"}
 _TYPES: dict[Any, str] = {bool: "yes|no", int: "NUMBER", Path: "FILE", dict: "JSON"}
@@ -93,7 +92,11 @@ def _serve(
     ] = False,
     **flags: Any,  # noqa: ANN401 - a setting each
 ) -> None:
-    from tailreplay.store.serving import serve_until_stopped, settings_in_words
+    from tailreplay.store.serving import (
+        serve_until_stopped,
+        settings_in_words,
+        unknown_variables,
+    )
 
     try:
         given = _given(flags)
@@ -103,6 +106,8 @@ def _serve(
         items = settings_in_words(given, config)
         texts = (as_text(item, cli_tables.facts, Format.TERMINAL, is_look=True) for item in items)
         write("".join(texts), None)
+        for complaint in unknown_variables():
+            note(complaint)
     except ValueError as error:
         misused(str(error))
     except (TailReplayError, ImportError) as error:
@@ -112,8 +117,6 @@ def _serve(
 def _given(flags: dict[str, Any]) -> dict[str, Any]:
     """The settings that were given; those that are objects are read as JSON."""
     given = {name: value for name, value in flags.items() if value not in (None, [])}
-    for name in given.keys() & _SIZES:
-        given[name] = size_of(f"--{name.replace('_', '-')}", given[name])
     if "bulk_tiers" in given:
         given["bulk_tiers"] = [_object("--bulk-tiers", text) for text in given["bulk_tiers"]]
     return given

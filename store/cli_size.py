@@ -17,6 +17,8 @@ from tailreplay.store.json_file import read_json
 
 app = typer.Typer()
 
+_DTYPES = ("float32", "bfloat16", "float16")
+
 
 class Costs(NamedTuple):
     """Bytes of a token's keys and values, of its hiddens, and of one checkpoint."""
@@ -48,6 +50,8 @@ def size(
     """
     if shared > tokens:
         misused(f"--shared is {shared}, wanted at most --tokens, {tokens}")
+    if dtype and dtype not in _DTYPES:
+        misused(f"--dtype is {dtype!r}, wanted one of {', '.join(_DTYPES)}")
     try:
         costs = _of_config(config, dtype) if config is not None else _of_store(asked, namespace)
     except InvalidRequest as error:
@@ -103,10 +107,16 @@ def _of_config(file: Path, given_dtype: str) -> Costs:
         or config.get("dtype")
         or "bfloat16"
     )
+    if dtype not in _DTYPES:
+        raise InvalidRequest(f"{file}: dtype is {dtype!r}, wanted one of {', '.join(_DTYPES)}")
     try:
         return _costs(text, str(dtype))
     except KeyError as error:
-        raise InvalidRequest(f"{file} has no usable {error}, wanted a hybrid model's") from None
+        kind = text.get("model_type")
+        raise InvalidRequest(
+            f"{file}: model_type is {kind!r}, with no {error}: wanted a hybrid model's, such as "
+            "qwen3_next, qwen3_5_text or olmo_hybrid"
+        ) from None
 
 
 def _costs(config: dict[str, Any], dtype_name: str) -> Costs:

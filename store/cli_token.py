@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import secrets
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,12 +12,13 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
-from tailreplay.store.auth import TokenEntry, TokenFile
-from tailreplay.store.cli_io import complaints, fail
+from tailreplay.store.auth import TENANT_NAME, Role, TokenEntry, TokenFile, token_faults
+from tailreplay.store.cli_io import fail, misused
 
 app = typer.Typer()
 
 _TOKEN_BYTES = 32
+_ROLES = (Role.TENANT, Role.ADMIN, Role.METRICS)
 
 
 @app.command()
@@ -31,6 +33,7 @@ def token(
     ] = False,
 ) -> None:
     """Make a token. A running store takes it from its next call on."""
+    _check(role, tenant)
     secret = secrets.token_hex(_TOKEN_BYTES)
     fields: dict[str, Any] = {"role": role, "tenant": tenant} if tenant else {"role": role}
     try:
@@ -45,7 +48,7 @@ def token(
     except OSError as error:
         fail(f"{token_file} can not be read: {error.strerror}")
     except ValidationError as error:
-        fail(complaints(error))
+        fail(f"token file {token_file}: {token_faults(error)}")
     try:
         _write(bearer, f"{secret}\n", os.O_EXCL)
         listed = TokenFile(tokens=(*known, entry)).model_dump_json(indent=2, exclude_defaults=True)
@@ -57,6 +60,18 @@ def token(
     except OSError as error:
         fail(f"{error.filename} can not be written: {error.strerror}")
     typer.echo(f"{bearer}: {tenant or role}, one of {len(known) + 1} tokens in {token_file}")
+
+
+def _check(role: str, tenant: str) -> None:
+    """Ends the command if it is wrong."""
+    if role not in _ROLES:
+        misused(f"--role is {role!r}, wanted one of {', '.join(_ROLES)}")
+    if role != Role.TENANT and tenant:
+        misused(f"--tenant is {tenant!r}, wanted none: a token of role {role} has no tenant")
+    if role == Role.TENANT and not tenant:
+        misused("--tenant is not given, wanted the tenant's name: role tenant is of one")
+    if tenant and not re.fullmatch(TENANT_NAME, tenant):
+        misused(f"--tenant is {tenant!r}, wanted 1 to 64 of letters, digits, `.`, `_` and `-`")
 
 
 def _write(file: Path, text: str, flags: int) -> None:

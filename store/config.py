@@ -19,8 +19,11 @@ from tailreplay.store.address import checked_address, is_local
 from tailreplay.store.byte_size import byte_size
 from tailreplay.store.redis_endpoint import RedisEndpoint
 from tailreplay.store.sealing import KEY_BYTES
+from tailreplay.store.wanted import wanted
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pydantic_core import ErrorDetails
 
 ENV_PREFIX = "TAILREPLAY_"
@@ -34,6 +37,7 @@ INDEX_BLOCK_BYTES = 2048
 """What a block may cost in the index, bytes."""
 
 _LEAST_SECRET_BYTES = 16
+_SECRET = ("redis_url", "bulk_tiers")
 
 
 def default_socket() -> str:
@@ -371,19 +375,25 @@ def in_word(value: object) -> str:
     return json.dumps(value, default=str) if isinstance(value, (bool, tuple)) else str(value)
 
 
-def explained(error: ValidationError) -> str:
-    """A validation error, a sentence per setting. A Redis URL's password is not repeated."""
-    return "; ".join(_explained(item) for item in error.errors(include_url=False))
+def explained(error: ValidationError, given: Mapping[str, tuple[str, Any]] | None = None) -> str:
+    """A validation error, a sentence per setting. What may hold a secret is not repeated.
+
+    Args:
+        error: of `StoreConfig`.
+        given: how each setting is called where it was given, and its value there.
+    """
+    return "; ".join(_explained(item, given or {}) for item in error.errors(include_url=False))
 
 
-def _explained(item: ErrorDetails) -> str:
-    name = ".".join(map(str, item["loc"]))
-    wanted = item["msg"].removeprefix("Value error, ")
-    if not name:
-        return wanted
+def _explained(item: ErrorDetails, given: Mapping[str, tuple[str, Any]]) -> str:
+    said = wanted(item)
+    if not item["loc"]:
+        return said
+    name, *inner = map(str, item["loc"])
+    called, value = given.get(name, (name, item["input"]))
     if item["type"] == "extra_forbidden":
         known = ", ".join(sorted(StoreConfig.model_fields))
-        return f"{name} is no setting, wanted one of {known}"
-    if name == "redis_url":
-        return f"{name}: {wanted}"
-    return f"{name} is {item['input']!r}: {wanted[0].lower()}{wanted[1:]}"
+        return f"{called} is no setting, wanted one of {known}"
+    if name in _SECRET or not said.startswith("wanted"):
+        return f"{called}: {said}"
+    return f"{called} is {(item['input'] if inner else value)!r}, {said}"

@@ -110,7 +110,8 @@ class Operators:
         """Limits a tenant, and makes what is over go.
 
         Raises:
-            InvalidRequest: the tenant is malformed, or no limit is given.
+            InvalidRequest: the tenant is malformed, no limit is given, or one for a Redis where
+                there is none.
             StoreUnavailable: Redis does not take it; nothing has changed.
         """
         limits = Limits(
@@ -119,6 +120,11 @@ class Operators:
         )
         if limits == NO_LIMITS:
             raise InvalidRequest("a quota has no limit, wanted cpu_bytes or redis_bytes")
+        if limits.redis_bytes is not None and self._ledger is None:
+            raise InvalidRequest(
+                f"redis_bytes is {limits.redis_bytes}, and this store has no Redis: wanted "
+                "cpu_bytes alone (--cpu), or a store with redis_url"
+            )
         return self._limit(checked_tenant(request.tenant), limits)
 
     def delete_quota(self, request: pb.DeleteQuotaRequest) -> pb.TenantInfo:

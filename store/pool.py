@@ -86,5 +86,5 @@ class Pool:
             return construct_l1(size, ""), size, ""
         except RuntimeError as error:
             raise LimitExceeded(
-                f"pool_bytes is {wanted_bytes}, wanted at most what this machine has: {error}"
+                f"pool_bytes is {wanted_bytes}, wanted at most what this machine has free"
             ) from error

@@ -7,12 +7,15 @@ import logging
 import os
 import signal
 import threading
+from difflib import get_close_matches
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
 from tailreplay.store.config import ENV_PREFIX, StoreConfig, explained, in_word
+from tailreplay.store.early_checks import check_room
 from tailreplay.store.errors import InvalidRequest
 from tailreplay.store.extras import require
 from tailreplay.store.json_file import read_json
@@ -20,6 +23,7 @@ from tailreplay.store.json_file import read_json
 if TYPE_CHECKING:
     from pathlib import Path
 
+_CLIENTS = f"{ENV_PREFIX}CLIENT_"
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -41,10 +45,10 @@ def serve_until_stopped(flags: dict[str, Any], file: Path | None) -> None:
     config = _config(flags, file)
     logging.basicConfig(level=logging.INFO, format=_FORMAT)
     logger = logging.getLogger(__name__)
-    for name in sorted(os.environ):
-        setting = name.removeprefix(ENV_PREFIX).lower()
-        if name.startswith(ENV_PREFIX) and setting not in StoreConfig.model_fields:
-            logger.warning("%s is no setting of a store, ignored", name)
+    logger.info("starting tailreplay %s at %s", version("tailreplay"), config.listen)
+    for complaint in unknown_variables():
+        logger.warning("%s", complaint)
+    check_room(config)
     # Sockets, and the files of a bulk tier, are for this user, unless a setting lets others in.
     os.umask(0o077)
     # The tier engine reports home and draws a banner unless told not to before it is imported.
@@ -67,6 +71,20 @@ def serve_until_stopped(flags: dict[str, Any], file: Path | None) -> None:
     stopped.wait()
     logger.info("stopping")
     server.stop(config.drain_s)
+
+
+def unknown_variables() -> list[str]:
+    """What to say of variables that look like settings of a store, and are none."""
+    known = [f"{ENV_PREFIX}{name.upper()}" for name in StoreConfig.model_fields]
+    complaints = []
+    for name in sorted(os.environ):
+        if not name.startswith(ENV_PREFIX) or name.startswith(_CLIENTS) or name in known:
+            continue
+        near = get_close_matches(name, known, n=1, cutoff=0.8)
+        complaints.append(
+            f"{name} is no setting of a store, ignored" + (f": wanted {near[0]}?" if near else "")
+        )
+    return complaints
 
 
 def settings_in_words(flags: dict[str, Any], file: Path | None) -> list[dict[str, str]]:
@@ -113,7 +131,12 @@ def _config(flags: dict[str, Any], file: Path | None) -> StoreConfig:
     try:
         return StoreConfig(**{**kept, **flags})
     except ValidationError as error:
-        raise ValueError(explained(error)) from None
+        given = {name: (f"{file}: {name}", value) for name, value in from_file.items()}
+        for name in in_environment:
+            variable = f"{ENV_PREFIX}{name.upper()}"
+            given[name] = (variable, os.environ[variable])
+        given |= {name: (f"--{name.replace('_', '-')}", value) for name, value in flags.items()}
+        raise ValueError(explained(error, given)) from None
     except SettingsError as error:
         raise ValueError(_no_json(error, in_environment)) from None
 

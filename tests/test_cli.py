@@ -159,7 +159,7 @@ def test_serve_says_that_a_file_of_settings_can_not_be_read(file):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--pool-bytes", "12"], "pool_bytes is 12: input should be greater than"),
+        (["--pool-bytes", "12"], "--pool-bytes is '12', wanted at least 4194304"),
         (["--listen", "127.0.0.1:99999"], "a port from 0 to 65535"),
         (["--listen", "http://x"], "wanted unix:///path/to.sock or host:port"),
         (["--listen", "unix:///" + "x" * 107], "wanted at most 107"),
@@ -224,7 +224,7 @@ def test_an_unknown_setting_in_a_file_names_the_known_ones(tmp_path):
     file.write_text('{"pool": 1}')
     done = run("serve", "--config", str(file))
     assert done.returncode == 2
-    assert "pool is no setting, wanted one of" in done.stderr
+    assert "store.json: pool is no setting, wanted one of" in done.stderr
     assert "pool_bytes" in done.stderr
 
 

@@ -181,8 +181,10 @@ def test_a_quota_is_set_read_listed_and_deleted(run, server, prefix):
     before = run("quota", "get", tenant)
     assert (before["cpu_limit_bytes"], before["namespaces"]) == (None, 1)
     block = object_bytes(GEOMETRY[KV], 256)
-    after = run("quota", "set", tenant, "--cpu", str(block), "--redis", "1KiB")
-    assert (after["cpu_limit_bytes"], after["redis_limit_bytes"]) == (block, 1024)
+    after = run("quota", "set", tenant, "--cpu", str(block))
+    assert (after["cpu_limit_bytes"], after["redis_limit_bytes"]) == (block, None)
+    refused = run("quota", "set", tenant, "--redis", "1KiB", code=1)
+    assert "redis_bytes is 1024, and this store has no Redis" in refused
     assert after["cpu_bytes"] <= block
     assert after["evicted_bytes"] > 0
     listed = {t["tenant"]: t for t in run("quota", "list")["tenants"]}
@@ -195,7 +197,14 @@ def test_a_quota_is_set_read_listed_and_deleted(run, server, prefix):
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("12", 12), ("3k", 3072), ("2MiB", 2 * MIB), ("1 gib", 1 << 30), ("1TB", 1 << 40)],
+    [
+        ("12", 12),
+        ("3k", 3072),
+        ("2MiB", 2 * MIB),
+        ("1 gib", 1 << 30),
+        ("1TB", 10**12),
+        ("1.5GiB", 3 << 29),
+    ],
 )
 def test_sizes_have_units(run, text, size):
     assert run("quota", "set", "nobody", "--cpu", text)["cpu_limit_bytes"] == size
@@ -314,10 +323,12 @@ def test_size_reads_a_models_config_as_engines_do(run, tmp_path):
     assert answer["kv_bytes_per_token"] == wanted[KV].payload_bytes(1)
     assert answer["hidden_bytes_per_token"] == wanted[HIDDEN].payload_bytes(1)
     assert answer["checkpoint_bytes"] == wanted[CHECKPOINT].payload_bytes(1)
-    file.write_text("{}")
-    assert "wanted a hybrid model's" in run(
-        "size", "--tokens", "100", "--config", str(file), code=1
-    )
+    file.write_text('{"model_type": "llama"}')
+    asked = ("size", "--tokens", "100", "--config", str(file))
+    assert "model_type is 'llama'" in run(*asked, code=1)
+    assert "--dtype is 'int8', wanted one of float32" in run(*asked, "--dtype", "int8", code=2)
+    file.write_text('{"dtype": "int8"}')
+    assert f"{file}: dtype is 'int8', wanted one of float32" in run(*asked, code=1)
 
 
 def states(answer: dict) -> dict[str, str]:
@@ -366,6 +377,12 @@ def test_doctor_looks_at_redis(start_redis, tmp_path):
         assert found["redis"] in ("ok", "warn")  # a busy machine may be slow to answer
         todo = next(c["todo"] for c in answer["checks"] if c["check"] == "redis policy")
         assert "noeviction" in todo
+        told = CliRunner().invoke(app, [*words[:3], "--format", "json"])
+        assert states(json.loads(told.stdout))["redis policy"] == "fail"
+        elsewhere = [*words[:4], "redis://127.0.0.1:1"]
+        assert "--redis-url names 127.0.0.1:1/0, the store has redis://" in (
+            CliRunner().invoke(app, elsewhere).stdout
+        )
         redis_server.kill()
         done = CliRunner().invoke(app, words)
         assert done.exit_code == 1

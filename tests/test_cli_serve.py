@@ -6,6 +6,7 @@ import re
 import pytest
 from typer.testing import CliRunner
 
+from tailreplay.store import serve_in_thread
 from tailreplay.store.cli import app
 from tailreplay.store.cli_serve import panel_of
 from tailreplay.store.config import StoreConfig
@@ -44,12 +45,12 @@ def run(*words: str) -> str:
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        (["--max-workers", "2"], "max_workers is '2': input should be greater than or equal to 4"),
-        (["--drain-s", "soon"], "drain_s is 'soon': input should be a valid number"),
+        (["--max-workers", "2"], "--max-workers is '2', wanted at least 4"),
+        (["--drain-s", "soon"], "--drain-s is 'soon', wanted a number"),
         (["--pool-bytes", "much"], "--pool-bytes is 'much', wanted a size such as 512MiB"),
-        (["--pool-bytes", "1KiB"], "pool_bytes is 1024: input should be greater than"),
-        (["--share-memory", "perhaps"], "share_memory is 'perhaps': input should be a valid bool"),
-        (["--admit", "third"], "admit is 'third': input should be 'first' or 'second'"),
+        (["--pool-bytes", "1KiB"], "--pool-bytes is '1KiB', wanted at least 4194304"),
+        (["--share-memory", "perhaps"], "--share-memory is 'perhaps', wanted yes or no"),
+        (["--admit", "third"], "--admit is 'third', wanted 'first' or 'second'"),
         (["--redis-seal-key-files", "/none"], "/none can not be read"),
         (["--bulk-tiers", "{"], "--bulk-tiers is no JSON"),
         (["--bulk-tiers", "[]"], "--bulk-tiers holds a JSON list, wanted an object"),
@@ -108,9 +109,9 @@ def test_flags_go_over_variables_over_the_file_over_defaults(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("value", "wanted"),
     [
-        ("much", "pool_bytes is 'much': wanted a size such as 512MiB"),
-        ("9EiB", "pool_bytes is '9EiB': wanted a size such as 512MiB"),
-        ("1KiB", "pool_bytes is 1024: input should be greater than"),
+        ("much", "TAILREPLAY_POOL_BYTES is 'much', wanted a size such as 512MiB"),
+        ("9EiB", "TAILREPLAY_POOL_BYTES is '9EiB', wanted a size such as 512MiB"),
+        ("1KiB", "TAILREPLAY_POOL_BYTES is '1KiB', wanted at least 4194304"),
     ],
 )
 def test_a_wrong_size_in_a_variable_is_refused_as_a_flags_is(value, wanted, monkeypatch):
@@ -122,3 +123,41 @@ def test_every_setting_in_bytes_takes_a_size():
     names = [name for name in StoreConfig.model_fields if name.endswith("_bytes")]
     config = StoreConfig(**dict.fromkeys(names, "32MiB"))
     assert {getattr(config, name) for name in names} == {32 << 20}
+
+
+def test_a_wrong_setting_in_a_file_is_named_with_the_file(tmp_path):
+    file = tmp_path / "store.json"
+    file.write_text(
+        '{"redis_url": "http://user:hush@x", "drain_s": -1, "share_memory_uids": ["a"]}'
+    )
+    said = run("--config", str(file))
+    assert f"{file}: drain_s is -1, wanted at least 0" in said
+    assert f"{file}: share_memory_uids is 'a', wanted a whole number" in said
+    assert f"{file}: redis_url: Redis URL with scheme 'http'" in said
+    assert "hush" not in said
+
+
+def test_a_variable_that_is_mistyped_is_said_with_the_one_that_is_near(monkeypatch):
+    monkeypatch.setenv("TAILREPLAY_POOL_BTYES", "1GiB")
+    monkeypatch.setenv("TAILREPLAY_CLIENT_TOKEN_FILE", "")
+    said = CliRunner().invoke(app, ["serve", "--settings"]).stderr
+    assert (
+        "TAILREPLAY_POOL_BTYES is no setting of a store, ignored: wanted TAILREPLAY_POOL_BYTES?"
+        in said
+    )
+    assert "CLIENT_TOKEN_FILE" not in said
+
+
+def test_an_address_that_is_taken_is_said_before_a_pool_is_reserved(tmp_path):
+    with serve_in_thread(
+        listen=f"unix://{tmp_path}/store.sock", http_listen="127.0.0.1:0"
+    ) as taken:
+        free = f"unix://{tmp_path}/free.sock"
+        for words in (
+            ("--listen", taken.address),
+            ("--listen", free, "--http-listen", taken.http_address),
+        ):
+            done = CliRunner().invoke(app, ["serve", *words])
+            assert done.exit_code == 1
+            assert f"can not listen at {words[-1]}: " in done.stderr
+        assert CliRunner().invoke(app, ["ping", "--url", taken.address]).exit_code == 0
