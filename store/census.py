@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from tailreplay.store.batches import batches
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -54,11 +56,7 @@ class Census:
         if listed is None:
             self._round = self._catalog.sweep(lambda record: record.in_redis)
             listed = next(self._round)
-        gone = [
-            record
-            for at in range(0, len(listed), _ASKED)
-            for record in self._gone(listed[at : at + _ASKED])
-        ]
+        gone = [record for some in batches(listed, _ASKED) for record in self._gone(some)]
         self._catalog.redis.lost(gone)  # manifests stay, as others may be writing it anew
         if gone:
             logger.info("%d objects are not in Redis any more", len(gone))

@@ -9,11 +9,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tailreplay.store.batches import batches
 from tailreplay.store.errors import StoreUnavailable
 from tailreplay.store.tier_bytes import count_in, tier_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Sequence
 
     from tailreplay.store.catalog import Catalog
     from tailreplay.store.ledger import Ledger
@@ -174,7 +175,7 @@ class Eraser:
             for record in self._all_of(None if done.everything else done.namespaces)
             if record.in_redis and (done.names is None or record.name.prefix_hash in done.names)
         ]
-        for batch in _batches(records):
+        for batch in batches(records, _BATCH):
             there = self._tiers.exist([record.name for record in batch])
             gone = [r for r, is_there in zip(batch, there, strict=True) if is_there is False]
             self._drop(gone, Erased(), in_redis=not overwrite)
@@ -208,7 +209,7 @@ class Eraser:
         """Takes objects out; overwrites those that are to go from Redis by themselves."""
         held: list[ObjectName] = []
         unwritten: dict[ObjectName, int] = {}
-        for batch in _batches(records):
+        for batch in batches(records, _BATCH):
             sizes = {record.name: record.size for record in batch}
             count_in(done.removed, batch)
             self._catalog.lost(*batch)
@@ -258,8 +259,3 @@ class Eraser:
             if not keys:
                 break
         done.left_in_redis += len(keys)
-
-
-def _batches(records: Sequence[Record]) -> Iterator[Sequence[Record]]:
-    for at in range(0, len(records), _BATCH):
-        yield records[at : at + _BATCH]

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blake3 import blake3
 
+from tailreplay.store.batches import batches
 from tailreplay.store.manifest_form import literal
 from tailreplay.store.manifest_sweep import sweep
 from tailreplay.store.namespace import NAMESPACE_BYTES, TENANT_BYTES
@@ -230,7 +231,7 @@ class Ledger:
 
     def delete(self, keys: list[bytes]) -> int:
         """Deletes keys; returns how many were there."""
-        parts = [keys[at : at + _SCAN_COUNT] for at in range(0, len(keys), _SCAN_COUNT)]
+        parts = list(batches(keys, _SCAN_COUNT))
         clients = self._tables.servers.clients
         return self._tables.run(
             lambda: sum(int(c.unlink(*part)) for c in clients for part in parts)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tailreplay.store.batches import batches
 from tailreplay.store.manifest_form import BLOCK_FIELD, NAME_BYTES, NAMES_BYTES
 from tailreplay.store.namespace import NAMESPACE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     import redis
 
@@ -48,7 +49,7 @@ def sweep(clients: Sequence[redis.Redis], keys: Sequence[bytes], prefix_bytes: i
 
 def _sweep_manifests(client: redis.Redis, keys: Sequence[bytes]) -> int:
     swept = 0
-    for some in _some(keys):
+    for some in batches(keys, _MOST):
         pipe = client.pipeline(transaction=False)
         for key in some:
             pipe.hgetall(key)
@@ -67,7 +68,7 @@ def _sweep_children(
     (members,) = pipe.execute(raise_on_error=False)
     if not isinstance(members, list):
         return  # an error: the key is of another type
-    for some in _some(members):
+    for some in batches(members, _MOST):
         names = [space + member[-NAME_BYTES:] for member in some]
         there = zip(*(_exist(one, names) for one in clients), strict=True)
         gone = [member for member, known in zip(some, there, strict=True) if not any(known)]
@@ -80,8 +81,3 @@ def _exist(client: redis.Redis, keys: Sequence[bytes]) -> list[Any]:
     for key in keys:
         pipe.exists(key)
     return pipe.execute()
-
-
-def _some(all_of_them: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    for at in range(0, len(all_of_them), _MOST):
-        yield all_of_them[at : at + _MOST]

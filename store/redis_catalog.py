@@ -10,6 +10,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from tailreplay.store.batches import batches
 from tailreplay.store.errors import StoreUnavailable
 from tailreplay.store.fading import Fading
 from tailreplay.store.manifest_form import entry_of
@@ -186,9 +187,8 @@ class RedisCatalog:
         if self._manifests is None:
             return 0
         manifests, listed = self._manifests.load(namespace=namespace), 0
-        for at in range(0, len(manifests), _RESTORED):
+        for some in batches(manifests, _RESTORED):
             with self._held.lock:
-                some = manifests[at : at + _RESTORED]
                 listed += sum(self._listing.restore(block, entries) for block, entries in some)
         for at in range(len(manifests), 0, -_RESTORED):
             with self._held.lock:

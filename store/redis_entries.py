@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from tailreplay.store.batches import batches
 from tailreplay.store.manifest_form import literal
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class RedisEntries:
 
     def write(self, values: Mapping[bytes, bytes]) -> None:
         """Writes entries by name."""
-        for names in _batches(values):
+        for names in batches([*values], _BATCH):
             pipe = self._tables.client.pipeline(transaction=False)
             for name in names:
                 sealed = self._tables.sealed(self._table(name), name, values[name])
@@ -43,7 +44,7 @@ class RedisEntries:
     def read(self, names: Iterable[bytes]) -> dict[bytes, bytes]:
         """Those of them that there are; damaged ones are left out."""
         found = {}
-        for batch in _batches(names):
+        for batch in batches([*names], _BATCH):
             pipe = self._tables.client.pipeline(transaction=False)
             for name in batch:
                 pipe.get(self._tables.key(self._table(name)))
@@ -64,7 +65,7 @@ class RedisEntries:
 
     def delete(self, names: Iterable[bytes]) -> None:
         """Takes entries away."""
-        for batch in _batches(names):
+        for batch in batches([*names], _BATCH):
             keys = [self._tables.key(self._table(name)) for name in batch]
             self._tables.run(partial(self._tables.client.unlink, *keys))
 
@@ -73,8 +74,3 @@ class RedisEntries:
 
     def _unsealed(self, name: bytes, sealed: bytes | None) -> bytes | None:
         return None if sealed is None else self._tables.unsealed(self._table(name), name, sealed)
-
-
-def _batches(names: Iterable[bytes]) -> list[list[bytes]]:
-    every = list(names)
-    return [every[at : at + _BATCH] for at in range(0, len(every), _BATCH)]

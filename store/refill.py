@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from tailreplay.store.batches import batches
 from tailreplay.store.placement import digest_of
 
 if TYPE_CHECKING:
@@ -121,9 +122,9 @@ class Refill:
     def _due(self) -> Iterator[Sequence[Record]]:
         """What Redis should have, some at a time: of memory what was used last, then the rest."""
         in_memory = self._catalog.room.latest_first(self._catalog.select(lambda r: r.in_cpu))
-        yield from _some(self._within_limits(in_memory))
+        yield from batches(self._within_limits(in_memory), _ASKED)
         for rest in self._catalog.sweep(lambda r: r.in_redis and not r.in_cpu):
-            yield from _some(rest)
+            yield from batches(rest, _ASKED)
 
     def _within_limits(self, records: Sequence[Record]) -> list[Record]:
         """Those that are in Redis, or may come there by their tenants' limits."""
@@ -166,19 +167,14 @@ class Refill:
         # Till it is told of again, too: the server that is to say so may be another, and away.
         self._catalog.redis.lost([record for record, _ in here])
         written = 0
-        for batch in _batches(here):
+        for batch in _by_bytes(here):
             sizes = {record.name: record.size for record, _ in batch}
             wanted = self._catalog.redis.expect(batch)
             written += sum(self._tiers.write_again([(name, sizes[name]) for name in wanted]))
         return written
 
 
-def _some(records: Sequence[Record]) -> Iterator[Sequence[Record]]:
-    for at in range(0, len(records), _ASKED):
-        yield records[at : at + _ASKED]
-
-
-def _batches(objects: Sequence[tuple[Record, Block]]) -> Iterator[list[tuple[Record, Block]]]:
+def _by_bytes(objects: Sequence[tuple[Record, Block]]) -> Iterator[list[tuple[Record, Block]]]:
     batch: list[tuple[Record, Block]] = []
     size = 0
     for one in objects:

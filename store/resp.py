@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from tailreplay.store.batches import batches
 from tailreplay.store.redis_endpoint import RedisEndpoint
 from tailreplay.store.resp_stream import Between, CutOff, RespStream
 
@@ -135,8 +136,7 @@ class RespConnection:
             RespError: the connection failed; which commands took effect is unknown.
         """
         replies: list[Reply | RespError] = []
-        for start in range(0, len(commands), _PIPELINE_COMMANDS):
-            batch = commands[start : start + _PIPELINE_COMMANDS]
+        for batch in batches(commands, _PIPELINE_COMMANDS):
             self._send([b"".join(map(_command, batch))])
             replies.extend(self._reply_or_error() for _ in batch)
         return replies

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from tailreplay.store.batches import batches
 from tailreplay.store.record import Record
 
 if TYPE_CHECKING:
@@ -106,9 +107,9 @@ class Room:
     def latest_first(self, records: Sequence[Record]) -> list[Record]:
         """Objects in the order of their last use; those that are in Redis alone come last."""
         idle_s: list[float] = []
-        for at in range(0, len(records), _RANKED):
+        for some in batches(records, _RANKED):
             with self._held.lock:
-                idle_s += map(self._held.order.idle_s, records[at : at + _RANKED])
+                idle_s += map(self._held.order.idle_s, some)
         ranks = sorted(
             range(len(records)), key=lambda i: idle_s[i] if records[i].in_cpu else math.inf
         )

@@ -7,6 +7,7 @@ import math
 import threading
 from typing import TYPE_CHECKING
 
+from tailreplay.store.batches import batches
 from tailreplay.store.errors import StoreUnavailable
 from tailreplay.store.ledger import WRITTEN_EVERY_S
 
@@ -62,8 +63,8 @@ class SharedNames:
             return
         self._asked_at_s = self._clock()
         nameless = [space for space in self._catalog.spaces() if not self._names.sent(space)]
-        for at in range(0, len(nameless), _MOST_ASKED):
-            found = self._ledger.names_of(nameless[at : at + _MOST_ASKED])
+        for some in batches(nameless, _MOST_ASKED):
+            found = self._ledger.names_of(some)
             for space, sent in found.items():
                 self._names.learn(space, sent)
 
