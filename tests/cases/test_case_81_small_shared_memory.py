@@ -107,7 +107,7 @@ def test_a_mode_that_lets_others_write_or_its_owner_not_is_refused(mode):
     with pytest.raises(ValidationError) as refused:
         StoreConfig(share_memory_mode=mode)
     assert explained(refused.value) == (
-        f"share_memory_mode is {mode!r}: wanted an octal mode that lets none but its owner write: "
+        f"share_memory_mode is {mode!r}, wanted an octal mode that lets none but its owner write: "
         "0600, 0640, 0604 or 0644"
     )
 
