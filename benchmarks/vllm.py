@@ -13,17 +13,18 @@ connector and a server of its own; `peers_that_did_not` names what could not be 
 Fields: `hits` prompts of which something was not computed, `spared_all` those of which exactly the
 shared length was not, `spared_tokens` what was not (the first prompt to leave at a token computes
 what lies between that and the state before it, here all, and keeps the state), `ttft_ms` median
-after the first prompt of a run (`first_ms`), `cpu_s` of the engine's process. `chat`: ten turns that
-keep the conversation, tokens prefilled in each from the second on. `overhead_no_reuse`: CPU seconds with the connector over those without, for
-prompts that share nothing, as median, quartiles and 95% interval of the median of interleaved
-pairs; what the store's own process uses is beside it. `overhead_decoding` is the same with answers
-of 64 tokens. `loaded_mib` is what was loaded, by tier. `device_pool`: a quarter of the prompts and
-the chat with the GPU tier (256 MiB) and without it, vLLM's own prefix caching off, then on;
-`ratios`: medians of interleaved pairs of 8 hits of 1600 tokens, with it over without. `late`:
-bursts of 8 prompts whose prefix is stored while the store's process stands still for a time, and
-how many of each are prefilled, by `match_grace_s`; `lookups`: bursts of 8 lookups alone for a
-minute, and how many are given up, beside whatever else runs on the machine. On a model so small
-everything that is not matrix multiplication weighs far more than on a real one.
+after the first prompt of a run (`first_ms`), `cpu_s` of the engine's process. `chat`: ten turns
+that keep the conversation, tokens prefilled in each from the second on. `overhead_no_reuse`: CPU
+seconds with the connector over those without, for prompts that share nothing, as median, quartiles
+and 95% interval of the median of interleaved pairs; what the store's own process uses is beside it.
+`overhead_decoding` is the same with answers of 64 tokens. `loaded_mib` is what was loaded, by tier.
+`device_pool`: a quarter of the prompts and the chat with the GPU tier (256 MiB) and without it,
+vLLM's own prefix caching off, then on; `ratios`: medians of interleaved pairs of 8 hits of 1600
+tokens, with it over without. `late`: bursts of 8 prompts whose prefix is stored while the store's
+process stands still for a time, and how many of each are prefilled, by `match_grace_s`; `lookups`:
+bursts of 8 lookups alone for a minute, and how many are given up, beside whatever else runs on the
+machine. On a model so small everything that is not matrix multiplication weighs far more than on a
+real one.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from tailreplay.store.shm_pool import SHM_DIR, pool_name
 PREFIX = Prefix(bytes(range(32)), range(1, 701))
 RANGE = span_range(Kind.KV, 0, 613)
 POOL_BYTES = 64 << 20
-BACK_S = 20.0
-"""Longest time until hits are back."""
+BACK_S = 5.0
+"""Longest time until hits are back, on a machine that does nothing else."""
 
 
 class LivingStore:

@@ -1,4 +1,4 @@
-"""What happens to stores: each time nothing stays pinned or leaked, and hits come back."""
+"""What happens to stores: each time nothing stays pinned or leaked, and hits are back in 5 s."""
 
 import os
 import signal

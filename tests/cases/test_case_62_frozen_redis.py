@@ -33,5 +33,5 @@ def test_a_frozen_redis_costs_a_request_little_and_comes_back_by_itself(redis_se
             assert not server.store.stats().redis_healthy
         finally:
             redis_server.resume()
-        until(lambda: server.store.stats().redis_healthy)
+        until(lambda: server.store.stats().redis_healthy, limit_s=5)
         assert_reused(ask(engine, PROMPTS[5]).report, 299)

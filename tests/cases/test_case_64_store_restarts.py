@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.redis, pytest.mark.slow]
 
 PREFIX = Prefix(bytes(range(32)), range(1, 701))
 RANGES = [span_range(Kind.KV, 0, 700), span_range(Kind.HIDDEN, 100, 700)]
-BACK_S = 20.0
+BACK_S = 5.0
 
 
 @contextmanager

@@ -62,5 +62,5 @@ def test_within_two_seconds_nobody_waits_for_a_dead_server(start_redis, how):
             assert 0 < tokens < 2 * 600 * len(PREFIXES)
         finally:
             servers[0].start() if how == "kill" else servers[0].resume()
-        until(lambda: client.stats().redis_healthy)
+        until(lambda: client.stats().redis_healthy, limit_s=5)
         assert requests()[1] == 2 * 600 * len(PREFIXES)
