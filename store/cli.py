@@ -10,10 +10,11 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
+from typer.core import TyperGroup
 
 from tailreplay.store import (
     cli_doctor,
@@ -30,8 +31,27 @@ from tailreplay.store import (
 from tailreplay.store.cli_io import CREDENTIALS, Format, complaints, fail, misused
 from tailreplay.store.credentials import Credentials
 from tailreplay.store.extras import require
+from tailreplay.store.wanted import wanted
+
+
+class _Commands(TyperGroup):
+    """All commands; says of a wrong value what it is, and what was wanted."""
+
+    def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 - click's, under a private name
+        """Runs a command."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            if isinstance(error.__cause__, ValidationError):
+                item = error.__cause__.errors(include_url=False)[0]
+                said = wanted(item)
+                is_ours = said.startswith("wanted")
+                error.message = f"{item['input']!r}, {said}" if is_ours else said
+            raise
+
 
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -246,6 +246,23 @@ def test_a_command_that_is_to_be_quiet_writes_no_file(server, tmp_path):
     assert run("ping", "--url", absent).stderr  # which is not quiet because another was
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("stats", "--watch", "x"), "'--watch': 'x', wanted a number"),
+        (("stats", "--watch", "-1"), "'--watch': '-1', wanted at least 0"),
+        (("size", "--tokens", "1.5"), "'--tokens': '1.5', wanted a whole number"),
+        (("mode", "set", "a", "b"), "'wanted': 'b' is not one of 'exact', 'tail'"),
+    ],
+)
+def test_an_option_that_is_wrong_is_said_with_its_value(words, said, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERMINAL_WIDTH", "200")
+    done = run(*words)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
 def test_help_wraps_a_sentence_where_the_terminal_ends(monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setenv("TERMINAL_WIDTH", "300")
