@@ -9,14 +9,13 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(_ROOT / "benchmarks"), str(_ROOT / "tests")]
 
-from store_parts.children import Child  # noqa: E402
+from store_parts.children import Child, cpu_s  # noqa: E402
 from store_parts.contender import objects  # noqa: E402
 from store_parts.ours import KV_BLOCK_TOKENS, Prompt, block_geometry, connected  # noqa: E402
 
@@ -45,10 +44,10 @@ def measure(count: int, object_mib: int, rounds: int) -> dict[str, object]:
         for number in range(rounds + 1):
             prompt = Prompt(number, count * KV_BLOCK_TOKENS)
             for size in STAGING_MIB if number % 2 else STAGING_MIB[::-1]:
-                before_s = time.process_time() + cpu_s(stores[size].pid)
+                before_s = cpu_s(os.getpid(), stores[size].pid)
                 answer = prompt.put(clients[size], geometry, blob)
                 assert answer.stored == count, f"{answer} for {count} objects"
-                spent[size].append(time.process_time() + cpu_s(stores[size].pid) - before_s)
+                spent[size].append(cpu_s(os.getpid(), stores[size].pid) - before_s)
     mib = blob.nbytes / MIB
     return {
         f"staging_{size}_mib": {
@@ -63,12 +62,6 @@ def measure(count: int, object_mib: int, rounds: int) -> dict[str, object]:
         }
         for size in STAGING_MIB
     }
-
-
-def cpu_s(pid: int) -> float:
-    """CPU time of a process, to 10 ms."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:

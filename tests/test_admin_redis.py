@@ -40,6 +40,11 @@ def info(client: Client, tenant: bytes) -> pb.TenantInfo:
     return client.admin.ListTenants(pb.ListTenantsRequest(tenant=tenant), timeout=20).tenants[0]
 
 
+def pin(client: Client, prefix: Prefix) -> pb.PinInfo:
+    request = pb.PinRequest(namespace=prefix.namespace, tokens=to_wire(prefix.tokens), seconds=60)
+    return client.admin.Pin(request, timeout=20)
+
+
 def owner_is_written(raw: redis.Redis, prefix: Prefix) -> bool:
     return bool(raw.exists(b"tailreplay:a:owner:" + prefix.namespace))
 
@@ -227,10 +232,7 @@ def test_a_pin_brings_what_is_in_redis_alone(running):
         settle(client)
         store.store.catalog.room.make(store.store.tiers.pool_bytes)
         assert {r.tier for r in client.match(prefix).runs} == {pb.TIER_REDIS}
-        request = pb.PinRequest(
-            namespace=prefix.namespace, tokens=to_wire(prefix.tokens), seconds=60
-        )
-        made = client.admin.Pin(request, timeout=20)
+        made = pin(client, prefix)
         assert (made.objects, made.left_out_bytes) == (21, 0)
         assert {r.tier for r in client.match(prefix).runs} == {pb.TIER_CPU}
         store.store.catalog.room.make(store.store.tiers.pool_bytes)
@@ -245,10 +247,7 @@ def test_a_pin_holds_only_what_comes(running):
         settle(client)
         store.store.catalog.room.make(store.store.tiers.pool_bytes)
         raw.delete(*raw.keys(f"tailreplay:o:{prefix.namespace.hex()}|checkpoint@*"))
-        request = pb.PinRequest(
-            namespace=prefix.namespace, tokens=to_wire(prefix.tokens), seconds=60
-        )
-        made = client.admin.Pin(request, timeout=20)
+        made = pin(client, prefix)
         assert (made.objects, made.left_out_bytes) == (20, object_bytes(GEOMETRY[CHECKPOINT], 1))
         assert not [c for c in client.match(prefix).checkpoints if c.tier == pb.TIER_CPU]
 

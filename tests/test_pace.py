@@ -19,17 +19,6 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def clock():
-    class Clock:
-        now = 100.0
-
-        def __call__(self):
-            return self.now
-
-    return Clock()
-
-
-@pytest.fixture
 def pace(clock):
     """An engine that prefills 1,000 tokens in a second."""
     pace = Pace(clock)
@@ -63,9 +52,9 @@ def test_what_was_lost_before_stays_lost_for_its_reason(pace):
 
 def test_a_slow_load_is_forgotten_after_a_minute(clock, pace):
     pace.loaded("redis", MIB, 30.0)
-    clock.now += 59
+    clock.step(59)
     assert pace.checked(HIT, "redis", MIB).mode == "miss"
-    clock.now += 2
+    clock.step(2)
     assert pace.checked(HIT, "redis", MIB) is HIT
 
 

@@ -69,9 +69,8 @@ def test_a_frozen_redis_hangs_no_task_and_comes_back(open_driver, redis_server):
     try:
         began = time.monotonic()
         assert driver.load(*objects) == [False] * 100
-        assert (
-            time.monotonic() - began < 20
-        )  # one timeout for all, not one for each, which would be 100
+        # One timeout for all, not one for each, which would be 100.
+        assert time.monotonic() - began < 20
         assert not driver.status("is_healthy")
         assert driver.lookup([key_of(1)]) == [False]
         assert not driver.store((key_of(1), 1000))
