@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from tailreplay.store.address import host_of, socket_path
 from tailreplay.store.errors import LimitExceeded, StoreUnavailable
+from tailreplay.store.grpc_listener import prepare_socket
 
 if TYPE_CHECKING:
     from tailreplay.store.config import StoreConfig
@@ -16,7 +17,7 @@ _WAIT_S = 1.0
 
 
 def check_room(config: StoreConfig) -> None:
-    """Looks whether a store's addresses are free, and its pool smaller than the machine.
+    """Looks whether a store's addresses can be had, and its pool smaller than the machine.
 
     Raises:
         StoreUnavailable: somebody listens at an address, or nobody can.
@@ -39,6 +40,7 @@ def _check_free(address: str) -> None:
         raise StoreUnavailable(f"can not listen at {address}: {error.strerror}") from None
     if taken:
         raise StoreUnavailable(f"can not listen at {address}: somebody else does, wanted another")
+    prepare_socket(address)
 
 
 def _is_heard(path: str) -> bool:

@@ -149,7 +149,7 @@ class StoreServer:
             )
         except OSError as error:
             raise StoreUnavailable(
-                f"can not listen beside {config.listen!r} for data lanes: {error}"
+                f"can not listen beside {config.listen!r} for data lanes: {error.strerror}"
             ) from error
 
     def _warm_up(self) -> None:

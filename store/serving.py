@@ -15,7 +15,6 @@ from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
 from tailreplay.store.config import ENV_PREFIX, StoreConfig, explained, in_word
-from tailreplay.store.early_checks import check_room
 from tailreplay.store.errors import InvalidRequest
 from tailreplay.store.extras import require
 from tailreplay.store.json_file import read_json
@@ -42,15 +41,17 @@ def serve_until_stopped(flags: dict[str, Any], file: Path | None) -> None:
         ImportError: the packages of a store are not installed.
     """
     require("serve", "store")
+    from tailreplay.store.early_checks import check_room
+
     config = _config(flags, file)
     logging.basicConfig(level=logging.INFO, format=_FORMAT)
     logger = logging.getLogger(__name__)
     logger.info("starting tailreplay %s at %s", version("tailreplay"), config.listen)
     for complaint in unknown_variables():
         logger.warning("%s", complaint)
-    check_room(config)
     # Sockets, and the files of a bulk tier, are for this user, unless a setting lets others in.
     os.umask(0o077)
+    check_room(config)
     # The tier engine reports home and draws a banner unless told not to before it is imported.
     os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
     os.environ.setdefault("LMCACHE_DISABLE_BANNER", "1")

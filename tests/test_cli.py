@@ -182,6 +182,8 @@ def test_serve_says_what_it_can_not_have(args, said):
     done = run_alone("serve", *args)
     assert done.returncode == 1
     assert said in done.stderr
+    assert "starting tailreplay" in done.stderr
+    assert "reserving" not in done.stderr
     assert "Traceback" not in done.stderr
 
 
