@@ -2,10 +2,13 @@
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import pytest
-from redis_server import RedisServer
+from redis_server import RedisServer, servers_at
 from waiting import Clock
+
+from tailreplay.store.redis_tables import RedisTables
 
 os.environ.update(
     LMCACHE_TRACK_USAGE="false",
@@ -41,3 +44,10 @@ def start_redis() -> Iterator[Callable[..., RedisServer]]:
 def redis_server(start_redis: Callable[..., RedisServer]) -> RedisServer:
     """An empty server on a loopback port, for this test alone."""
     return start_redis()
+
+
+@pytest.fixture
+def tables(redis_server: RedisServer) -> Iterator[RedisTables]:
+    """A store's tables on that server."""
+    with closing(RedisTables(servers_at(redis_server.url), "tailreplay:")) as tables:
+        yield tables

@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from tailreplay.connector.fetch_plan import FetchPlan
 from tailreplay.connector.pace import Pace
-from tailreplay.connector.stored import stored_prefix
-from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
 from tailreplay.store.objects import Kind
 
@@ -98,22 +96,6 @@ def test_of_two_known_times_the_shorter_is_taken(used, size, load_s, prefill_s):
         assert found is plan
     if load_s >= 1.001 * prefill_s:
         assert found.lost == {"not_worth": used}
-
-
-def test_where_a_prefix_lies_is_told_range_by_range():
-    answer = pb.MatchResponse(matched_tokens=512)
-    answer.runs.add(kind=pb.KIND_KV, tier=pb.TIER_CPU, first_token=0, end_token=256)
-    answer.runs.add(kind=pb.KIND_KV, tier=pb.TIER_REDIS, first_token=256, end_token=512)
-    answer.checkpoints.add(token=512, tier=pb.TIER_REDIS)
-    stored = stored_prefix(answer)
-
-    def tier(kind, first, end):
-        return stored.slowest_tier([pb.Range(kind=kind, first_token=first, end_token=end)])
-
-    assert tier(pb.KIND_KV, 0, 256) == "cpu"
-    assert tier(pb.KIND_KV, 0, 257) == tier(pb.KIND_KV, 300, 400) == "redis"
-    assert tier(pb.KIND_HIDDEN, 256, 512) == "cpu"
-    assert tier(pb.KIND_CHECKPOINT, 511, 512) == "redis"
 
 
 @pytest.mark.model
