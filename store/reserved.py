@@ -6,7 +6,10 @@ import enum
 from dataclasses import dataclass
 
 from lmcache.v1.distributed.api import ObjectKey
+from lmcache.v1.distributed.error import L1Error
 from lmcache.v1.memory_management import MemoryObj
+
+from tailreplay.store.lmcache_l1 import bytes_of
 
 
 class PutOutcome(enum.Enum):
@@ -31,3 +34,19 @@ class Reserved:
     size: int
     memory: MemoryObj
     data: memoryview
+
+
+def room_for(
+    key: ObjectKey, size: int, error: L1Error, memory: MemoryObj | None
+) -> Reserved | PutOutcome:
+    """Return the room that the pool has given, or why it has given none.
+
+    Args:
+        key: whose.
+        size: bytes asked for.
+        error: the pool's; of no interest where it has given memory.
+        memory: what it has given.
+    """
+    if memory is not None:
+        return Reserved(key, size, memory, bytes_of(memory))
+    return PutOutcome.FULL if error is L1Error.OUT_OF_MEMORY else PutOutcome.EXISTS

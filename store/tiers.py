@@ -19,9 +19,7 @@ from lmcache.v1.memory_management import MemoryObj
 from tailreplay.store.behind import Behind
 from tailreplay.store.bulk_tier import BulkTierConfig
 from tailreplay.store.doomed import Doomed
-from tailreplay.store.l2_listener import WriteBackListener
 from tailreplay.store.lmcache_l1 import (
-    bytes_of,
     construct_manager,
     layout_of,
     object_key,
@@ -32,10 +30,11 @@ from tailreplay.store.lmcache_l1 import (
 from tailreplay.store.loader import Loaded, Loader
 from tailreplay.store.misses import Miss
 from tailreplay.store.objects import ObjectName
+from tailreplay.store.outcome_listener import OutcomeListener
 from tailreplay.store.pins import Pinned, Pins
 from tailreplay.store.pool import Pool
 from tailreplay.store.redis_l2_config import TailReplayRedisL2Config
-from tailreplay.store.reserved import PutOutcome, Reserved
+from tailreplay.store.reserved import PutOutcome, Reserved, room_for
 from tailreplay.store.urgent_gate import UrgentGate
 from tailreplay.store.write_back import WriteBack
 
@@ -98,7 +97,7 @@ class Tiers:
             forget=self._behind.delete,
             places=len(self._behind),
         )
-        self._manager.register_l2_listener(_Listener(self._write_back, self._loader))
+        self._manager.register_l2_listener(OutcomeListener(self._write_back, self._loader))
 
     @property
     def shm_path(self) -> str:
@@ -162,7 +161,7 @@ class Tiers:
         going = set(self._doomed.among(keys))  # what were stored now would go with what is deleted
         free = [key for key in keys if key not in going]
         found = self._l1.reserve_write(free, [False] * len(free), layout_of(size), tag=_WRITE_TAG)
-        return [_place(key, size, *found.get(key, _GOING)) for key in keys]
+        return [room_for(key, size, *found.get(key, _GOING)) for key in keys]
 
     def commit(self, places: Sequence[Reserved]) -> None:
         """Make objects visible whose bytes are all there; with Redis they then go there, too."""
@@ -418,32 +417,3 @@ class Tiers:
         state = self._l1.get_object_state(key)
         if state is not None and state.memory_obj is not memory:
             self._write_back.stored([key])
-
-
-def _place(
-    key: ObjectKey, size: int, error: L1Error, memory: MemoryObj | None
-) -> Reserved | PutOutcome:
-    if memory is not None:
-        return Reserved(key, size, memory, bytes_of(memory))
-    return PutOutcome.FULL if error is L1Error.OUT_OF_MEMORY else PutOutcome.EXISTS
-
-
-class _Listener(WriteBackListener):
-    """Passes outcomes on, from a thread of the Redis shard; the rest is of no interest."""
-
-    def __init__(self, write_back: WriteBack[ObjectKey], loader: Loader) -> None:
-        self._write_back = write_back
-        self._loader = loader
-
-    def on_l2_keys_stored(self, keys: list[ObjectKey], sizes: list[int]) -> None:
-        self._write_back.stored(keys)
-
-    def on_l2_keys_failed(self, keys: list[ObjectKey]) -> None:
-        self._write_back.refused(keys)
-
-    def on_l2_keys_missed(self, keys: list[ObjectKey], why: Miss) -> None:
-        self._loader.missed(keys, why)
-
-    def on_l2_keys_accessed(self, keys: list[ObjectKey]) -> None: ...
-
-    def on_l2_keys_deleted(self, keys: list[ObjectKey]) -> None: ...
