@@ -15,8 +15,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 _KEPT = 32
+"""Prefills, and loads of each tier, that are looked at."""
+
 _FORGET_S = 60.0
+"""Age from which a load says nothing any more."""
+
 _SCALE = 4
+"""What is more than so many times smaller than what is expected says nothing of it."""
 
 
 @dataclass(frozen=True, slots=True)

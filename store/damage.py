@@ -38,9 +38,9 @@ _KNOWN_S = 10.0
 _PATIENCE_S = 1.0
 """Longest wait for those who read what is dropped, before Redis is asked for its copy."""
 
-
 _NOT_LOOKED_AT = pb.ReportDamageResponse()
 _DROPPED = pb.ReportDamageResponse(checked=True, damaged=True)
+"""Of what was dropped now, and is to be fetched anew; what was dropped before has an equal one."""
 
 
 class Damage:

@@ -55,12 +55,13 @@ class PutSession:
     ) -> None:
         self._catalog = catalog
         self._tiers = tiers
-        self._waited_s = 0.0
         self._prompt = prompt
         self._max_object_bytes = max_object_bytes
         self._sightings = sightings
         self._batch_bytes = min(_BATCH_BYTES, tiers.pool_bytes // _BATCH_SHARE)
+        # State: names that are this Put's, how long it has waited for room, and what came of it.
         self._claimed: set[ObjectName] = set()
+        self._waited_s = 0.0
         self.response = pb.PutResponse()
 
     def __enter__(self) -> PutSession:

@@ -1,7 +1,4 @@
-"""Settings as text, as Describe has them, and back as JSON types.
-
-Nothing is the empty text, lists are JSON, yes and no are `true` and `false`.
-"""
+"""Settings that Describe has as text (`StoreConfig.in_words`), back as JSON types."""
 
 from __future__ import annotations
 

@@ -29,6 +29,12 @@ def prefix_of(tenant: bytes) -> Prefix:
     return Prefix(os.urandom(32), range(1000), tenant=tenant)
 
 
+def put(client: Client, prefix: Prefix) -> None:
+    """Stores a prefix, in Redis too."""
+    client.put(prefix)
+    until(lambda: not client.stats().redis_pending_bytes)
+
+
 def erase(client: Client) -> pb.EraseResponse:
     return client.admin.Erase(pb.EraseRequest(tenant=ACME), timeout=30)
 
@@ -78,8 +84,7 @@ def test_what_is_stored_after_an_erasure_is_the_tenants_again(stores, redis_serv
     prefix = prefix_of(ACME)
     writer.put(prefix)
     erase(operator)
-    writer.put(prefix)
-    until(lambda: not writer.stats().redis_pending_bytes)
+    put(writer, prefix)
     # A second erasure knows of it, and so does one after a restart that has forgotten nothing.
     until(lambda: Ledger(tables).owners_of([prefix.namespace]))
     with (
@@ -123,8 +128,7 @@ def test_a_store_that_does_not_know_whose_it_has_read_is_told(stores, redis_serv
         closing(Client(third.address)) as reader,
     ):
         prefix = prefix_of(ACME)
-        writer.put(prefix)
-        until(lambda: not writer.stats().redis_pending_bytes)
+        put(writer, prefix)
         until(lambda: reader.fetch(prefix, span_range(KV, 0, 1000)).ended == [0])
         with closing(redis.Redis.from_url(redis_server.url)) as raw:
             first.store.admin.operators.disown([])
@@ -140,8 +144,7 @@ def test_a_store_that_does_not_know_whose_it_has_read_is_told(stores, redis_serv
 def test_a_store_that_comes_late_erases_all_the_same(stores, tables, keys):
     (_, writer), _ = stores
     prefix = prefix_of(ACME)
-    writer.put(prefix)
-    until(lambda: not writer.stats().redis_pending_bytes)
+    put(writer, prefix)
     asker = ErasureLedger(tables, b"asker")
     erasure_id = new_erasure_id()
     asker.close(erasure_id)  # it has given up on others
@@ -155,8 +158,7 @@ def test_a_store_of_which_redis_knows_nothing_erases_when_it_is_back(stores, red
     """Redis was flushed, or the store held up: nobody waits for it, but it is asked."""
     (first, writer), (_, operator) = stores
     prefix = prefix_of(ACME)
-    writer.put(prefix)
-    until(lambda: not writer.stats().redis_pending_bytes)
+    put(writer, prefix)
     erasures = first.store.admin.erasures
     tick, erasures.tick = erasures.tick, lambda: None
     with closing(redis.Redis.from_url(redis_server.url)) as raw:
@@ -172,8 +174,7 @@ def test_a_store_of_which_redis_knows_nothing_erases_when_it_is_back(stores, red
 def test_what_the_asker_reads_of_before_others_are_done_goes_too(stores, keys, forget):
     (_, writer), (second, operator) = stores
     prefix = prefix_of(ACME)
-    writer.put(prefix)
-    until(lambda: not writer.stats().redis_pending_bytes)
+    put(writer, prefix)
     until(lambda: second.store.admin.operators._ledger.namespaces_of(ACME))
     ledger = second.store.admin.erasures._ledger
     ask = ledger.ask
@@ -198,8 +199,7 @@ def test_what_others_have_read_of_and_redis_has_not_is_looked_for_again(
     monkeypatch.setattr("tailreplay.store.erasures._AGAIN_S", (0.0,))
     gone, kept = prefix_of(ACME), prefix_of(ACME)
     for prefix in (gone, kept):
-        writer.put(prefix)
-        until(lambda: not writer.stats().redis_pending_bytes)
+        put(writer, prefix)
     here = first.store.admin.erasures._here
 
     def nothing_yet(erasure: Erasure) -> Erased:
@@ -225,8 +225,7 @@ def test_who_has_read_what_only_a_late_store_knows_to_be_the_tenants_is_told(
     for store in (first, second):
         store.store.admin.operators.tick = lambda: None  # none learns or tells whose what is
     prefix = prefix_of(ACME)
-    writer.put(prefix)
-    until(lambda: not writer.stats().redis_pending_bytes)
+    put(writer, prefix)
     until(lambda: operator.fetch(prefix, span_range(KV, 0, 1000)).ended == [0])
     erasures = first.store.admin.erasures
     tick, erasures.tick = erasures.tick, lambda: None
@@ -247,8 +246,7 @@ def clear(client: Client) -> pb.ClearResponse:
 def test_what_was_asked_for_and_redis_has_lost_is_asked_again(stores, redis_server, keys, forget):
     (first, writer), (_, operator) = stores
     prefix = prefix_of(ACME)
-    writer.put(prefix)
-    until(lambda: not writer.stats().redis_pending_bytes)
+    put(writer, prefix)
     erasures = first.store.admin.erasures
     tick, erasures.tick = erasures.tick, lambda: None
     with closing(redis.Redis.from_url(redis_server.url)) as raw:
@@ -306,8 +304,7 @@ def test_what_a_late_store_sweeps_is_what_names_nothing(stores, keys):
     (first, writer), _ = stores
     kept, gone = prefix_of(ACME), prefix_of(ACME)
     for prefix in (kept, gone):
-        writer.put(prefix)
-        until(lambda: not writer.stats().redis_pending_bytes)
+        put(writer, prefix)
     had = set(keys(kept))
     records = first.store.catalog.select(lambda r: r.name.namespace == gone.namespace)
     first.store.catalog.lost(*records)
@@ -332,8 +329,7 @@ def test_what_is_cleared_at_one_store_is_gone_at_all(stores, keys, scope):
     (first, writer), (second, operator) = stores
     prefix, other = prefix_of(ACME), prefix_of(tenant_digest("rival"))
     for one in (prefix, other):
-        writer.put(one)
-        until(lambda: not writer.stats().redis_pending_bytes)
+        put(writer, one)
         until(lambda one=one: operator.fetch(one, span_range(KV, 0, 1000)).ended == [0])
     answer = operator.admin.Clear(CLEARED[scope](prefix), timeout=30)
     assert (answer.stores, answer.silent_stores) == (1, 0)
