@@ -6,9 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from vllm_models import (
-    qwen35,
-)
+from vllm_models import qwen35
 from vllm_prompts import branch, tokens, worst
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]

@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from vllm_models import (
-    qwen35,
-)
+from vllm_models import qwen35
 from vllm_prompts import branch, tokens, worst
 from waiting import until
 
