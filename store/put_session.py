@@ -12,7 +12,7 @@ from tailreplay.store.announced import KINDS, check_announced
 from tailreplay.store.arrivals import Arrived
 from tailreplay.store.errors import InvalidRequest, TailReplayError
 from tailreplay.store.header import rename, verify_object
-from tailreplay.store.reserved import PutOutcome
+from tailreplay.store.reserved import NoRoom
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -153,17 +153,17 @@ class PutSession:
 
     def _reserve(self, dues: Sequence[_Due], size: int) -> None:
         self._ask(dues, size)
-        if len(dues) > 1 and (full := [due for due in dues if due.outcome is PutOutcome.FULL]):
+        if len(dues) > 1 and (full := [due for due in dues if due.outcome is NoRoom.FULL]):
             self._catalog.room.make(size * len(full))
             self._ask(full, size)
             for due in full:  # each by itself, since many get room together or not at all
-                if due.outcome is PutOutcome.FULL:
+                if due.outcome is NoRoom.FULL:
                     self._ask([due], size)
         for due in dues:
-            if due.outcome is PutOutcome.EXISTS and self._tiers.evict([due.name]):
+            if due.outcome is NoRoom.EXISTS and self._tiers.evict([due.name]):
                 # It was approximate, or a load from Redis that nobody waited for left it unlisted.
                 self._ask([due], size)
-            while due.outcome is PutOutcome.FULL and self._make_room(size):
+            while due.outcome is NoRoom.FULL and self._make_room(size):
                 self._ask([due], size)
 
     def _make_room(self, size: int, tenant: bytes | None = None) -> bool:
@@ -188,8 +188,8 @@ class PutSession:
         for due in bad:
             self._claimed.discard(due.name)
             self._catalog.unclaim(due.name)
-            self.response.duplicates += due.outcome is PutOutcome.EXISTS
-            self._drop(int(due.outcome is PutOutcome.FULL))
+            self.response.duplicates += due.outcome is NoRoom.EXISTS
+            self._drop(int(due.outcome is NoRoom.FULL))
         if not good:
             return
         self._tiers.commit([place for _, place, _ in good])
@@ -249,11 +249,11 @@ class _Due:
         self.wanted, self.name = wanted, name
         self.place: Reserved | None = None
         self.header: Header | None = None
-        self.outcome: PutOutcome | None = PutOutcome.FULL
+        self.outcome: NoRoom | None = NoRoom.FULL
 
-    def take(self, place: Reserved | PutOutcome) -> None:
+    def take(self, place: Reserved | NoRoom) -> None:
         """Takes note of the room it got, or did not get."""
-        if isinstance(place, PutOutcome):
+        if isinstance(place, NoRoom):
             self.outcome = place
         else:
             self.place, self.outcome = place, None

@@ -1,4 +1,4 @@
-"""What a `put` comes to: room in the pool, or why there is none."""
+"""Room in the pool for what is stored, or why there is none."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from lmcache.v1.memory_management import MemoryObj
 from tailreplay.store.lmcache_l1 import bytes_of
 
 
-class PutOutcome(enum.Enum):
-    """What became of a `put`."""
+class NoRoom(enum.Enum):
+    """Why an object gets no room."""
 
-    STORED = enum.auto()
     EXISTS = enum.auto()
-    """Already there, or being written by another `put`."""
+    """Already there, or being written by another."""
     FULL = enum.auto()
     """No contiguous room in the pool: evict and try again."""
 
@@ -38,7 +37,7 @@ class Reserved:
 
 def room_for(
     key: ObjectKey, size: int, error: L1Error, memory: MemoryObj | None
-) -> Reserved | PutOutcome:
+) -> Reserved | NoRoom:
     """Return the room that the pool has given, or why it has given none.
 
     Args:
@@ -49,4 +48,4 @@ def room_for(
     """
     if memory is not None:
         return Reserved(key, size, memory, bytes_of(memory))
-    return PutOutcome.FULL if error is L1Error.OUT_OF_MEMORY else PutOutcome.EXISTS
+    return NoRoom.FULL if error is L1Error.OUT_OF_MEMORY else NoRoom.EXISTS

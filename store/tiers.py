@@ -1,6 +1,7 @@
 """The CPU and Redis tiers, as one place for objects: the only wrapper round LMCache's manager.
 
-LMCache's own eviction is off. `put` says FULL, and the caller, who has the one evictor, makes room.
+LMCache's own eviction is off. `reserve` says FULL, and the caller, who has the one evictor, makes
+room.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from tailreplay.store.outcome_listener import OutcomeListener
 from tailreplay.store.pins import Pinned, Pins
 from tailreplay.store.pool import Pool
 from tailreplay.store.redis_l2_config import TailReplayRedisL2Config
-from tailreplay.store.reserved import PutOutcome, Reserved, room_for
+from tailreplay.store.reserved import NoRoom, Reserved, room_for
 from tailreplay.store.urgent_gate import UrgentGate
 from tailreplay.store.write_back import WriteBack
 
@@ -125,27 +126,7 @@ class Tiers:
         """Whether there are places for objects beside Redis."""
         return len(self._behind) > 1
 
-    def put(self, name: ObjectName, size: int, fill: Callable[[memoryview], None]) -> PutOutcome:
-        """Store an object in the CPU tier; with Redis configured it is then written there too.
-
-        Args:
-            name: what to call it.
-            size: its bytes, at least 1.
-            fill: writes all of them into the given pool memory, which still holds the bytes of an
-                earlier object. When it raises, nothing becomes visible and the error passes on.
-        """
-        (place,) = self.reserve([name], size)
-        if not isinstance(place, Reserved):
-            return place
-        try:
-            fill(place.data)
-        except BaseException:
-            self.abandon([place])
-            raise
-        self.commit([place])
-        return PutOutcome.STORED
-
-    def reserve(self, names: Sequence[ObjectName], size: int) -> list[Reserved | PutOutcome]:
+    def reserve(self, names: Sequence[ObjectName], size: int) -> list[Reserved | NoRoom]:
         """Take room for objects that are to be stored; each ends with `commit` or `abandon`.
 
         Args:

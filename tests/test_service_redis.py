@@ -8,6 +8,7 @@ import pytest
 import redis
 from redis_server import RedisServer
 from store_objects import Client, Prefix, runs_of, span_range
+from tier_objects import put_bytes
 from waiting import until
 
 from tailreplay.connector.client import StoreClient
@@ -15,7 +16,6 @@ from tailreplay.proto import store_pb2 as pb
 from tailreplay.store import serve_in_thread
 from tailreplay.store.errors import TailReplayError
 from tailreplay.store.objects import Kind
-from tailreplay.store.reserved import PutOutcome
 
 pytestmark = pytest.mark.redis
 
@@ -203,7 +203,7 @@ def test_a_pool_without_room_says_so_and_loses_nothing(store, client):
     store.catalog.room.make(store.tiers.pool_bytes)
     filler = prefix_of(50).name(KV, 256)  # not in the catalog, so that nothing evicts it
     size = store.tiers.pool_bytes - store.tiers.used_bytes - 4096
-    assert store.tiers.put(filler, size, lambda memory: None) is PutOutcome.STORED
+    assert put_bytes(store.tiers, filler, bytes(size)) is None
     fetched = client.fetch(LATE, span_range(KV, 0, 1000))
     assert fetched.missing[0].reason == pb.MISS_REASON_NO_ROOM
     until(lambda: store.tiers.evict([filler]))

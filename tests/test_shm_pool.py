@@ -54,19 +54,20 @@ def test_a_pool_larger_than_shared_memory_shrinks_with_one_warning_and_can_be_fi
         logging.basicConfig(format="%(levelname)s %(message)s")
         from tailreplay.store.objects import Kind, ObjectName
         from tailreplay.store.pool import Pool
-        from tailreplay.store.reserved import PutOutcome
+        from tailreplay.store.reserved import Reserved
         from tailreplay.store.tiers import Tiers
 
         tiers = Tiers(
             Pool("small", 1 << 30, "require", None), redis=None,
             on_redis_stored=print, on_redis_failed=print,
         )
-        def fill(memory):
-            memory[:] = bytes([7]) * len(memory)
+        def room(i):
+            name = ObjectName(bytes(32), Kind.KV, i.to_bytes(32, "big"))
+            return tiers.reserve([name], 1 << 20)[0]
         count = 0
-        while tiers.put(
-            ObjectName(bytes(32), Kind.KV, count.to_bytes(32, "big")), 1 << 20, fill
-        ) is PutOutcome.STORED:
+        while isinstance(place := room(count), Reserved):
+            place.data[:] = bytes([7]) * (1 << 20)
+            tiers.commit([place])
             count += 1
         print(tiers.pool_bytes >> 20, count)
         tiers.close()

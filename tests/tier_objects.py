@@ -7,7 +7,7 @@ from collections.abc import Callable
 from tailreplay.store.misses import Miss
 from tailreplay.store.objects import Kind, ObjectName
 from tailreplay.store.pins import Pinned
-from tailreplay.store.reserved import PutOutcome
+from tailreplay.store.reserved import NoRoom
 from tailreplay.store.tiers import Tiers
 
 MIB = 1 << 20
@@ -24,11 +24,18 @@ def payload_of(name: ObjectName, size: int) -> bytes:
     return (unit * (size // len(unit) + 1))[:size]
 
 
-def put(tiers: Tiers, name: ObjectName, size: int) -> PutOutcome:
-    def fill(memory: memoryview) -> None:
-        memory[:] = payload_of(name, size)
+def put(tiers: Tiers, name: ObjectName, size: int) -> NoRoom | None:
+    return put_bytes(tiers, name, payload_of(name, size))
 
-    return tiers.put(name, size, fill)
+
+def put_bytes(tiers: Tiers, name: ObjectName, data: bytes) -> NoRoom | None:
+    """Stores an object in the CPU tier, and tells why not."""
+    (place,) = tiers.reserve([name], len(data))
+    if isinstance(place, NoRoom):
+        return place
+    place.data[:] = data
+    tiers.commit([place])
+    return None
 
 
 def pin(

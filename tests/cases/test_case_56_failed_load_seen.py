@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
+from tier_objects import put_bytes
 
 from tailreplay.store import serve_in_thread
 from tailreplay.store.misses import Miss
@@ -57,11 +58,7 @@ def test_no_reader_sees_what_a_failed_load_left(redis_server):
         running = [readers.submit(read, seed) for seed in range(4)]
         while not all(task.done() for task in running):
             for name in NAMES:
-                tiers.put(
-                    name,
-                    SIZE,
-                    lambda memory, name=name: memory.__setitem__(slice(None), payload_of(name)),
-                )
+                put_bytes(tiers, name, payload_of(name))
             spoil(raw)
         good, failed = (
             sum(figures) for figures in zip(*(t.result() for t in running), strict=True)

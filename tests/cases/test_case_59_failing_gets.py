@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import redis
 from redis_server import RedisServer
+from tier_objects import put_bytes
 from waiting import until
 
 from tailreplay.store import serve_in_thread
@@ -59,7 +60,7 @@ def run(server: RedisServer, requests: int) -> tuple[int, int]:
         tiers = served.store.tiers
         for number in range(requests):
             for name in NAMES:
-                tiers.put(name, SIZE, lambda memory: memory.__setitem__(slice(None), bytes(SIZE)))
+                put_bytes(tiers, name, bytes(SIZE))
             until(lambda: not tiers.redis_status()["pending_objects"])
             tiers.evict(NAMES)
             fail_half(raw, choice)

@@ -7,6 +7,7 @@ import grpc
 import pytest
 from service_calls import BASE, CHECKPOINT, HIDDEN, KV, announced, begin, code_of
 from store_objects import GEOMETRY, Prefix, put_frames, runs_of, span_range
+from tier_objects import put_bytes
 from waiting import until
 
 from tailreplay.proto import store_pb2 as pb
@@ -222,12 +223,8 @@ def test_a_namespace_of_another_size_is_refused_everywhere(client, size):
 
 
 def test_an_object_that_lies_unlisted_in_the_pool_does_not_block_its_name(server, client, prefix):
-    name, data = prefix.name(KV, 256), prefix.object(KV, 0, 256)
-
-    def fill(memory: memoryview) -> None:
-        memory[:] = b"\xee" * len(data)
-
-    server.store.tiers.put(name, len(data), fill)
+    size = len(prefix.object(KV, 0, 256))
+    put_bytes(server.store.tiers, prefix.name(KV, 256), b"\xee" * size)
     assert client.put(prefix, [(KV, 0, 256)]).stored == 1
     assert client.fetch(prefix, span_range(KV, 0, 256)).rows == {0: prefix.rows(KV, 0, 256)}
 

@@ -9,20 +9,20 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from tier_objects import MIB, name_of, payload_of, pin, put
+from tier_objects import MIB, name_of, payload_of, pin, put, put_bytes
 
 from tailreplay.store.errors import StoreUnavailable
 from tailreplay.store.misses import Miss
 from tailreplay.store.objects import Kind, ObjectName
 from tailreplay.store.pins import Pinned
-from tailreplay.store.reserved import PutOutcome
+from tailreplay.store.reserved import NoRoom
 from tailreplay.store.shm_pool import pool_name
 from tailreplay.store.tiers import Tiers
 
 
 def test_what_was_put_can_be_pinned_and_read(tiers):
     wanted = [(name_of(i, kind), 1000 + i) for i, kind in enumerate(Kind)]
-    assert [put(tiers, *w) for w in wanted] == [PutOutcome.STORED] * 3
+    assert [put(tiers, *w) for w in wanted] == [None] * 3
     pins = pin(tiers, *wanted)
     assert [p.source for p in pins] == ["cpu"] * 3
     assert all(p.data.readonly for p in pins)
@@ -45,41 +45,36 @@ def test_absent_objects_and_wrong_sizes_are_none_in_their_place(tiers):
 
 def test_a_second_put_of_a_name_exists_and_keeps_the_first_bytes(tiers):
     put(tiers, name_of(1), 1000)
-    assert tiers.put(name_of(1), 1000, lambda memory: None) is PutOutcome.EXISTS
+    assert put_bytes(tiers, name_of(1), bytes(1000)) is NoRoom.EXISTS
     assert isinstance(pin(tiers, (name_of(1), 1000))[0], Pinned)
 
 
-def test_a_fill_that_raises_leaves_nothing(tiers):
-    def broken(memory: memoryview) -> None:
-        memory[:10] = b"0123456789"
-        raise KeyError("half way")
-
-    with pytest.raises(KeyError):
-        tiers.put(name_of(1), 1000, broken)
+def test_room_that_is_given_back_half_filled_leaves_nothing(tiers):
+    (place,) = tiers.reserve([name_of(1)], 1000)
+    place.data[:10] = b"0123456789"
+    tiers.abandon([place])
     assert tiers.resident([name_of(1)]) == [False]
     assert tiers.used_bytes == 0
-    assert put(tiers, name_of(1), 1000) is PutOutcome.STORED
+    assert put(tiers, name_of(1), 1000) is None
 
 
 def test_an_object_is_invisible_until_it_is_filled(tiers):
-    seen = []
-
-    def fill(memory: memoryview) -> None:
-        seen.append(tiers.resident([name_of(1)]))
-        seen.append(tiers.pin([(name_of(1), 1000)], urgent=True, timeout_s=1))
-        seen.append(put(tiers, name_of(1), 1000))
-
-    tiers.put(name_of(1), 1000, fill)
-    assert seen == [[False], [Miss.ABSENT], PutOutcome.EXISTS]
+    (place,) = tiers.reserve([name_of(1)], 1000)
+    assert tiers.resident([name_of(1)]) == [False]
+    assert tiers.pin([(name_of(1), 1000)], urgent=True, timeout_s=1) == [Miss.ABSENT]
+    assert put(tiers, name_of(1), 1000) is NoRoom.EXISTS
+    place.data[:] = payload_of(name_of(1), 1000)
+    tiers.commit([place])
+    assert tiers.resident([name_of(1)]) == [True]
 
 
 def test_a_full_pool_says_so_and_takes_more_after_eviction(tiers):
     stored = 0
-    while put(tiers, name_of(stored), MIB) is PutOutcome.STORED:
+    while put(tiers, name_of(stored), MIB) is None:
         stored += 1
     assert stored == 16
     assert tiers.evict([name_of(3)]) == MIB
-    assert put(tiers, name_of(99), MIB) is PutOutcome.STORED
+    assert put(tiers, name_of(99), MIB) is None
 
 
 def test_pinned_objects_are_not_evicted_and_count_once(tiers):
@@ -176,8 +171,8 @@ class CpuTier(RuleBasedStateMachine):
     @rule(name=names, size=st.integers(1, 300_000))
     def put(self, name, size):
         outcome = put(self.tiers, name, size)
-        assert (outcome is PutOutcome.EXISTS) == (name in self.sizes)
-        if outcome is PutOutcome.STORED:
+        assert (outcome is NoRoom.EXISTS) == (name in self.sizes)
+        if outcome is None:
             self.sizes[name] = size
 
     @rule(names=st.lists(names, max_size=4))
@@ -235,7 +230,7 @@ def test_a_deleted_object_serves_its_reader_and_nobody_else(tiers):
     assert held.data == payload_of(name_of(1), 5000)
     tiers.unpin(held)
     assert tiers.used_bytes == 0
-    assert put(tiers, name_of(1), 5000) is PutOutcome.STORED
+    assert put(tiers, name_of(1), 5000) is None
 
 
 def test_without_redis_the_status_says_so(tiers):

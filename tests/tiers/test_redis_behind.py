@@ -12,7 +12,7 @@ from tailreplay.store.misses import Miss
 from tailreplay.store.objects import Kind, ObjectName
 from tailreplay.store.pins import Pinned
 from tailreplay.store.redis_endpoint import RedisEndpoint
-from tailreplay.store.reserved import PutOutcome
+from tailreplay.store.reserved import NoRoom
 from tailreplay.store.resp import RespConnection
 from tailreplay.store.tiers import Tiers
 
@@ -20,7 +20,7 @@ from tailreplay.store.tiers import Tiers
 def write_back(tiers: Tiers, outcomes: Outcomes, *wanted: tuple[ObjectName, int]) -> None:
     """Put objects into Redis, and into Redis alone."""
     for name, size in wanted:
-        assert put(tiers, name, size) is PutOutcome.STORED
+        assert put(tiers, name, size) is None
         assert outcomes.get(timeout=20) == ("stored", name)
         until(lambda name=name: tiers.evict([name]))
     assert tiers.used_bytes == 0
@@ -115,7 +115,7 @@ def test_without_redis_objects_stay_in_the_cpu_tier_and_its_return_is_noticed(
 ):
     tiers = open_tiers(redis_url=redis_server.url)
     redis_server.kill()
-    assert put(tiers, name_of(1), 5000) is PutOutcome.STORED
+    assert put(tiers, name_of(1), 5000) is None
     assert outcomes.get(timeout=20) == ("failed", name_of(1))
     assert pin(tiers, (name_of(1), 5000), (name_of(2), 5000))[1] is Miss.AWAY
     assert not tiers.redis_status()["healthy"]
@@ -184,7 +184,7 @@ def test_a_deleted_object_is_gone_from_both_tiers(open_tiers, redis_server, outc
     tiers.delete([name_of(1), name_of(2)])
     assert pin(tiers, (name_of(1), 5000)) == [Miss.ABSENT]
     assert tiers.resident([name_of(1)]) == [False]
-    until(lambda: put(tiers, name_of(1), 5000) is PutOutcome.STORED)
+    until(lambda: put(tiers, name_of(1), 5000) is None)
 
 
 @pytest.mark.redis
@@ -195,7 +195,7 @@ def test_an_object_deleted_on_its_way_to_redis_does_not_stay_there(
     redis_server.pause()
 
     def is_being_stored() -> bool:
-        if put(tiers, name_of(1), 5000) is PutOutcome.EXISTS:
+        if put(tiers, name_of(1), 5000) is NoRoom.EXISTS:
             return True  # and not evicted below, because it is locked
         if tiers.evict([name_of(1)]):
             assert outcomes.get(timeout=20) == ("failed", name_of(1))
@@ -236,10 +236,10 @@ def test_what_is_deleted_while_it_is_loaded_does_not_stay(open_tiers, redis_serv
         assert tiers.pin([(name, size)], urgent=True, timeout_s=0.1) == [Miss.LATE]
         tiers.delete([name], in_redis=False)
         assert tiers.held([name]) == [name]
-        assert put(tiers, name, size) is PutOutcome.EXISTS
+        assert put(tiers, name, size) is NoRoom.EXISTS
     finally:
         redis_server.resume()
     until(lambda: tiers.redis_status()["loaded"] == 1)
     until(lambda: not tiers.used_bytes)
     assert not tiers.held([name])
-    assert put(tiers, name, size) is PutOutcome.STORED
+    assert put(tiers, name, size) is None
