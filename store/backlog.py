@@ -96,12 +96,23 @@ class Backlog:
             return True
         if self._tiers is None or not self._held.claims.to_redis:
             return False
+        if size > self._tiers.pool_bytes or not self._could_go(tenant):
+            return False
         if not self._oldest(size, tenant, set()):
             # LMCache may not have let go yet of what Redis has.
-            return self._wait(size, tenant, min(_SOON_S, self._patience_s - waited_s))
+            is_crowded = self._waiting >= _MOST_WAIT
+            soon_s = 0.0 if is_crowded else min(_SOON_S, self._patience_s - waited_s)
+            return self._wait(size, tenant, soon_s)
         if self._wait(size, tenant, self._bounded(waited_s)):
             return True
         return self._give_up(size, tenant, self._tiers) and self._wait(size, tenant, _SOON_S)
+
+    def _could_go(self, tenant: bytes | None) -> bool:
+        """Whether a tenant has anything that a wait could make go; None = there is always some."""
+        if tenant is None:
+            return True
+        with self._held.lock:
+            return bool(self._held.order.victims(1, tenant, lambda _: False))
 
     def _bounded(self, waited_s: float) -> float:
         """How long to wait for Redis, as of now, seconds."""

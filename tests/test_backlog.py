@@ -142,6 +142,27 @@ def test_what_a_tenants_limit_makes_go_may_be_on_its_way_too(redis_server):
         drained(store, client)
 
 
+@pytest.mark.redis
+def test_nobody_waits_and_nothing_is_given_up_for_what_can_have_no_room(redis_server):
+    with served(redis_server, put_patience_s=60) as (store, client), ThreadPoolExecutor(1) as pool:
+        backlog, tenant, (old, new) = store.catalog.backlog, tenant_digest("ours"), prefixes(2)
+        redis_server.pause()
+        client.put(old, old.spans(KV))
+
+        def waits(size: int, whose: bytes | None) -> bool:
+            asked = pool.submit(backlog.make_room, size, whose)
+            until(lambda: asked.done() or backlog.waiting)
+            return backlog.waiting > 0 or asked.result(60)
+
+        assert not waits(POOL_BYTES + 1, None)
+        store.catalog.limit(tenant, Limits(cpu_bytes=0))
+        store.catalog.quotas.own(new.namespace, tenant)
+        assert not waits(MIB, tenant)
+        assert given_up(store) == 0
+        redis_server.resume()
+        drained(store, client)
+
+
 def test_nobody_waits_for_a_redis_that_has_taken_nothing_for_the_time_of_one_wait():
     now_s = 0.0
     manifests = Manifests(servers_at("unix:///nowhere/redis.sock"), "t:", 60.0)
