@@ -175,9 +175,11 @@ class Eraser:
             for record in self._all_of(None if done.everything else done.namespaces)
             if record.in_redis and (done.names is None or record.name.prefix_hash in done.names)
         ]
+        gone: list[Record] = []
         for batch in batches(records, _BATCH):
             there = self._tiers.exist([record.name for record in batch])
-            gone = [r for r, is_there in zip(batch, there, strict=True) if is_there is False]
+            gone += [r for r, is_there in zip(batch, there, strict=True) if is_there is False]
+        if gone:  # else free room would be overwritten for nothing
             self._drop(gone, Erased(), in_redis=not overwrite)
 
     def sweep_in_redis(self, done: Erased) -> None:

@@ -217,6 +217,23 @@ def test_what_others_have_read_of_and_redis_has_not_is_looked_for_again(
     assert writer.fetch(kept, span_range(KV, 0, 1000)).ended == [0]
 
 
+def test_where_redis_has_everything_free_room_is_not_overwritten_again(stores):
+    (first, writer), _ = stores
+    prefix = prefix_of(ACME)
+    writer.put(prefix)
+    until(lambda: not writer.stats().redis_pending_bytes)
+    overwritten, tiers = [], first.store.tiers
+    tiers.overwrite_free = lambda: overwritten.append(True)
+    done = Erased(namespaces={prefix.namespace})
+    first.store.admin.erasures._eraser.drop_again(done, overwrite=True)
+    assert not overwritten
+    assert writer.fetch(prefix, span_range(KV, 0, 1000)).ended == [0]
+    tiers.delete_in_redis([prefix.name(kind, end) for kind, _, end in prefix.spans()])
+    first.store.admin.erasures._eraser.drop_again(done, overwrite=True)
+    assert overwritten == [True]
+    assert not first.store.catalog.select(lambda _: True)
+
+
 def test_who_has_read_what_only_a_late_store_knows_to_be_the_tenants_is_told(
     stores, redis_server, keys
 ):
