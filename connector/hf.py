@@ -272,7 +272,9 @@ class HybridEngine:
     def _note_pace(self, outcome: Outcome, request: Request) -> None:
         """Notes how long the prompt's prefill and load have taken."""
         report, load = request.report, outcome.load
-        prefilled_s = report.seconds("suffix") - report.seconds("kv")
+        # A tail from tokens waits for keys and values before the suffix, all others in it.
+        waited_s = 0.0 if outcome.plan.from_tokens else report.seconds("kv")
+        prefilled_s = report.seconds("suffix") - waited_s
         self._pace.prefilled(len(request.tokens) - outcome.plan.prefill_from, prefilled_s)
         if load is not None and load.seconds:
             sizes = load.bytes_by_tier()
