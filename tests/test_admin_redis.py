@@ -22,6 +22,7 @@ from tailreplay.store.objects import Kind
 from tailreplay.store.redis_endpoint import RedisEndpoint
 from tailreplay.store.redis_servers import RedisServers
 from tailreplay.store.redis_tables import RedisTables
+from tailreplay.store.server import StoreServer
 from tailreplay.store.tokens import to_wire
 
 pytestmark = pytest.mark.redis
@@ -38,6 +39,15 @@ def prefix_of(tenant: bytes, ids=range(1000)) -> Prefix:
 
 def info(client: Client, tenant: bytes) -> pb.TenantInfo:
     return client.admin.ListTenants(pb.ListTenantsRequest(tenant=tenant), timeout=20).tenants[0]
+
+
+def in_redis_alone(server: StoreServer, client: Client) -> Prefix:
+    """A prefix that is stored, and evicted from memory."""
+    prefix = prefix_of(ACME)
+    client.put(prefix)
+    settle(client)
+    server.store.catalog.room.make(server.store.tiers.pool_bytes)
+    return prefix
 
 
 def pin(client: Client, prefix: Prefix) -> pb.PinInfo:
@@ -227,10 +237,7 @@ def test_without_redis_there_is_no_proof_and_the_pool_is_cleared(running):
 def test_a_pin_brings_what_is_in_redis_alone(running):
     server, _ = running
     with serve_in_thread(redis_url=server.url) as store, closing(Client(store.address)) as client:
-        prefix = prefix_of(ACME)
-        client.put(prefix)
-        settle(client)
-        store.store.catalog.room.make(store.store.tiers.pool_bytes)
+        prefix = in_redis_alone(store, client)
         assert {r.tier for r in client.match(prefix).runs} == {pb.TIER_REDIS}
         made = pin(client, prefix)
         assert (made.objects, made.left_out_bytes) == (21, 0)
@@ -242,10 +249,7 @@ def test_a_pin_brings_what_is_in_redis_alone(running):
 def test_a_pin_holds_only_what_comes(running):
     server, raw = running
     with serve_in_thread(redis_url=server.url) as store, closing(Client(store.address)) as client:
-        prefix = prefix_of(ACME)
-        client.put(prefix)
-        settle(client)
-        store.store.catalog.room.make(store.store.tiers.pool_bytes)
+        prefix = in_redis_alone(store, client)
         raw.delete(*raw.keys(f"tailreplay:o:{prefix.namespace.hex()}|checkpoint@*"))
         made = pin(client, prefix)
         assert (made.objects, made.left_out_bytes) == (20, object_bytes(GEOMETRY[CHECKPOINT], 1))

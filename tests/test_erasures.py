@@ -220,8 +220,7 @@ def test_what_others_have_read_of_and_redis_has_not_is_looked_for_again(
 def test_where_redis_has_everything_free_room_is_not_overwritten_again(stores):
     (first, writer), _ = stores
     prefix = prefix_of(ACME)
-    writer.put(prefix)
-    until(lambda: not writer.stats().redis_pending_bytes)
+    put(writer, prefix)
     overwritten, tiers = [], first.store.tiers
     tiers.overwrite_free = lambda: overwritten.append(True)
     done = Erased(namespaces={prefix.namespace})
