@@ -149,10 +149,10 @@ class RedisShard:
         for load in gone:
             self._end_load(load, Outcome.CANCELLED)
 
-    def queued(self, stores: Collection[Store]) -> int:
-        """Say how many of some stores have not begun."""
+    def queued(self, stores: Collection[Store]) -> list[Store]:
+        """Say which of some stores have not begun."""
         with self._lock:
-            return len(self._jobs.stores_among(stores))
+            return self._jobs.stores_among(stores)
 
     def take_back(self, stores: Collection[Store]) -> list[Store]:
         """Take back those of some stores that have not begun; the caller tells their outcome."""

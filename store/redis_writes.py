@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from lmcache.v1.distributed.api import ObjectKey
 
@@ -58,15 +59,19 @@ class RedisWrites:
         with self._lock:
             tasks = {self._task_of[key] for key in keys if key in self._task_of}
             rest = [list(self._open[task].values()) for task in sorted(tasks)]
-        return [write for writes in rest for write in _taken_back(writes)]
+        # All at once: to look through a shard's queue takes as long as that is.
+        queued = {
+            store for shard, stores in _by_shard(rest).items() for store in shard.queued(stores)
+        }
+        whole = [writes for writes in rest if all(write.store in queued for write in writes)]
+        gone = {
+            store for shard, stores in _by_shard(whole).items() for store in shard.take_back(stores)
+        }
+        return [write for writes in whole for write in writes if write.store in gone]
 
 
-def _taken_back(writes: Sequence[Write]) -> list[Write]:
-    """Takes the rest of a task back, if none of it is under way."""
+def _by_shard(tasks: Iterable[Iterable[Write]]) -> dict[RedisShard, set[Store]]:
     by_shard: dict[RedisShard, set[Store]] = {}
-    for write in writes:
+    for write in chain.from_iterable(tasks):
         by_shard.setdefault(write.shard, set()).add(write.store)
-    if sum(shard.queued(stores) for shard, stores in by_shard.items()) < len(writes):
-        return []
-    gone = {store for shard, stores in by_shard.items() for store in shard.take_back(stores)}
-    return [write for write in writes if write.store in gone]
+    return by_shard
