@@ -160,8 +160,10 @@ class Damage:
         if not isinstance(held, Pinned):
             return None
         try:
-            if source == "redis":
-                self._catalog.loaded([record])
+            if source == "redis" and self._catalog.loaded([record]):
+                # Erased meanwhile: it would lie in the pool, and nobody know of it.
+                self._tiers.delete([record.name], overwrite=True, in_redis=False)
+                return None
             header_for(held.data, record)
             verify_object(held.data, record.name)
         except IntegrityError as error:

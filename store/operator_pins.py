@@ -154,6 +154,8 @@ class OperatorPins:
         )
         came = [r for r, one in zip(records, held, strict=True) if isinstance(one, Pinned)]
         gone = self._catalog.loaded(came)
+        # What was erased while it was loaded would lie in the pool, and nobody know of it.
+        self._tiers.delete([record.name for record in gone], overwrite=True, in_redis=False)
         kept = [record for record in came if record not in gone]
         self._catalog.room.keep(kept)  # before they are let go, so that none is evicted between
         self._tiers.unpin(held)

@@ -120,7 +120,7 @@ class WindowPins:
         gone = self._catalog.loaded(list(pins))
         # What was erased while it was loaded would lie in the pool, and nobody know of it.
         if from_redis := [r.name for r in gone if pins[r].source == "redis"]:
-            self._tiers.delete(from_redis, in_redis=False)
+            self._tiers.delete(from_redis, overwrite=True, in_redis=False)
         return reasons | dict.fromkeys((r.name for r in gone), pb.MISS_REASON_EVICTED)
 
     def _pin(

@@ -278,6 +278,29 @@ def test_what_is_erased_between_a_lookup_and_its_load_is_served_to_nobody(runnin
         assert not store.catalog.select(lambda _: True)
 
 
+def test_what_is_erased_while_a_pin_loads_it_does_not_stay_in_the_pool(running):
+    server, _ = running
+    with serve_in_thread(redis_url=server.url) as serving, closing(Client(serving.address)) as one:
+        prefix, store = prefix_of(ACME), serving.store
+        one.put(prefix)
+        settle(one)
+        store.catalog.room.make(store.tiers.pool_bytes)
+        pin = store.tiers.pin
+
+        def pinned(*wanted, **how):
+            store.tiers.pin = pin
+            came = pin(*wanted, **how)
+            store.catalog.lost(*store.catalog.select(lambda _: True))  # as an erasure does first
+            return came
+
+        store.tiers.pin = pinned
+        request = pb.PinRequest(
+            namespace=prefix.namespace, tokens=to_wire(prefix.tokens), seconds=60
+        )
+        assert one.admin.Pin(request, timeout=20).objects == 0
+        assert store.tiers.used_bytes == 0
+
+
 def test_a_stalled_reader_is_cut_off_while_redis_is_frozen(running, clock):
     """What waits for Redis again and again must not delay the end of leases."""
     server, _ = running

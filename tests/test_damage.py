@@ -133,6 +133,24 @@ def test_what_redis_has_whole_takes_its_place(redis_server):
         assert lane_objects.put(client, PREFIX).stored == 0
 
 
+@pytest.mark.redis
+def test_what_is_erased_while_its_copy_comes_does_not_stay_in_the_pool(redis_server):
+    with serving(redis_url=redis_server.url) as (store, _):
+        until(lambda: not store.stats().redis_pending_bytes)
+        store.catalog.room.make(store.tiers.pool_bytes)
+        record, pin = store.catalog.select(lambda _: True)[0], store.tiers.pin
+
+        def pinned(*wanted, **how):
+            came = pin(*wanted, **how)
+            store.catalog.lost(record)  # as an erasure does first
+            return came
+
+        store.tiers.pin = pinned
+        store._damage._fetch_anew(record)
+        assert store.tiers.redis_status()["loaded"] == 1
+        assert store.tiers.used_bytes == 0
+
+
 def spoil_in_redis(url: str, name) -> None:
     """Flips a bit of a payload and seals it anew, as a store that writes damaged memory would."""
     with closing(redis.Redis.from_url(url)) as values:
