@@ -24,6 +24,11 @@ _GIVEN_UP_SHARE = 64
 _MOST_WAIT = 8
 """Puts that wait at a time; each has a thread that others could want."""
 
+_REST = 8
+"""So many times as long as all who wait have looked they rest, at least: to find that nothing can
+go takes as long as there is much, under the lock that lookups want, too."""
+_MOST_REST_S = 0.25
+
 
 class Backlog:
     """Waits for Redis, and then has the oldest objects stay out of it. Thread-safe.
@@ -133,14 +138,24 @@ class Backlog:
             self._waiting += 1
         try:
             while True:
-                seen = self._moves
+                seen, looked_at_s = self._moves, self._clock()
                 if self._room.make(size, tenant):
                     return True
+                now_s = self._clock()
+                if now_s >= end_s:  # though something moves all the time
+                    return False
+                looked_s = now_s - looked_at_s
+                self._rest(min(_REST * self._waiting * looked_s, _MOST_REST_S, end_s - now_s))
                 if not self._has_moved(seen, end_s):
                     return False
         finally:
             with self._moved:
                 self._waiting -= 1
+
+    def _rest(self, seconds: float) -> None:
+        """Looks at nothing for so long, whatever moves."""
+        if seconds > 0:
+            threading.Event().wait(seconds)
 
     def _has_moved(self, seen: int, end_s: float) -> bool:
         """Waits until `_moves` is another number; False when it is not at a given time."""

@@ -9,13 +9,16 @@ from store_objects import GEOMETRY, Client, Prefix, put_frames, span_range
 from waiting import until
 
 from tailreplay.store import serve_in_thread
+from tailreplay.store.backlog import Backlog
 from tailreplay.store.catalog import Catalog
 from tailreplay.store.chain import digest_key
 from tailreplay.store.header import object_bytes
+from tailreplay.store.holdings import Holdings
 from tailreplay.store.manifest import Manifests
 from tailreplay.store.namespace import tenant_digest
 from tailreplay.store.objects import Kind
 from tailreplay.store.quota import Limits
+from tailreplay.store.room import Room
 from tailreplay.store.writer import Writer
 
 MIB = 1 << 20
@@ -193,3 +196,27 @@ def test_nobody_waits_for_a_redis_that_has_taken_nothing_for_the_time_of_one_wai
         assert catalog.figures()["write_backlog"] >= 3
         assert not backlog.make_room(POOL_BYTES + 1)
     manifests.close()
+
+
+class NoRoom(Room):
+    """Never has any, looks for 20 ms each time, and something moves meanwhile."""
+
+    def __init__(self) -> None:
+        self.backlog: Backlog | None = None
+        self.now_s, self.looks = 0.0, 0
+
+    def make(self, size: int, tenant: bytes | None = None) -> bool:
+        self.now_s, self.looks = self.now_s + 0.02, self.looks + 1
+        assert self.looks < 200
+        self.backlog.note_move()
+        return False
+
+
+def test_a_wait_ends_though_something_moves_all_the_time_that_makes_no_room():
+    with serve_in_thread(pool_bytes=POOL_BYTES) as server:
+        room = NoRoom()
+        backlog = room.backlog = Backlog(Holdings(to_redis=True), room, 0.5, lambda: room.now_s)
+        backlog.attach(server.store.tiers)
+        assert not backlog.make_room(MIB)
+        assert room.looks == pytest.approx(26, abs=2)
+        assert backlog.waiting == 0
