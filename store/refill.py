@@ -30,6 +30,12 @@ _LOOK_S = 0.5
 _ASKED = 256
 """Objects whose servers are asked at a time whether they are there."""
 
+_MOST_TIMES = 3
+"""So often is written what there is, at most: a Redis that evicts by itself never keeps it all."""
+
+_GIVEN_UP_S = 600.0
+"""For so long nothing is written again then, whatever is lost."""
+
 _SETTLED_S = 5.0
 """After so long what was on its way to Redis has come there."""
 
@@ -95,7 +101,7 @@ class Refill:
         Another one finds out whether what this one has written is there, and what was on its way
         when Redis lost the rest. What a server has that does not answer is left for later.
         """
-        missing, written, silent = 0, 0, set[int]()
+        missing, written, wanted, silent = 0, 0, 0, set[int]()
         for records in self._due():
             homes = self._catalog.redis.homes(records)
             some = [(r, home) for r, home in homes if self._lost & self._servers(r, home)]
@@ -106,9 +112,14 @@ class Refill:
             self._tell_again([one for one, is_there in answers if is_there])
             gone = [one for one, is_there in answers if is_there is False]
             silent |= {self._payload_server(r) for (r, _), found in answers if found is None}
+            wanted += len(some)
             missing += sum(record.in_cpu for record, _ in gone)
             written += self._write(gone)
         self._written += written
+        if written and self._written > _MOST_TIMES * wanted:
+            logger.warning("Redis keeps not all that is written to it again: wanted noeviction")
+            self._next_s = self._clock() + _GIVEN_UP_S  # it evicts its epoch, too
+            return True
         if written:
             return False
         if missing:

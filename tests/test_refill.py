@@ -195,6 +195,23 @@ def test_a_server_that_is_away_keeps_no_other_from_getting_what_it_lost(tmp_path
         assert not store.stats().redis_pending_bytes
 
 
+def test_a_server_that_evicts_by_itself_is_not_written_to_for_ever(tmp_path, redis_server, caplog):
+    prompts = [Prefix(bytes([n]) * 32, range(2560)) for n in range(8)]
+    with serving(tmp_path, redis_server.url) as store:
+        put(store, *prompts)
+        before = stored(store)
+        with closing(redis.Redis.from_url(redis_server.url)) as raw:
+            raw.config_set("maxmemory-policy", "allkeys-lru")
+            raw.config_set("maxmemory", raw.info()["used_memory"] // 2)
+            raw.flushall()
+        until(lambda: "wanted noeviction" in caplog.text, limit_s=30)
+        until(lambda: not store.stats().redis_pending_bytes)
+        flush(redis_server)
+        until(lambda: store._upkeep._refill._lost)
+        assert stored(store) <= 6 * before
+        assert not store.stats().redis_pending_bytes
+
+
 def test_so_much_is_on_its_way_at_a_time_and_what_was_used_last_goes_first(
     tmp_path, redis_server, monkeypatch
 ):
