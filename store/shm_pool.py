@@ -114,7 +114,7 @@ class ShmPool:
                         size_bytes,
                         SHM_DIR,
                     )
-                os.link(self.path, self.path.with_suffix(_SECOND))
+                self._link()
                 return pool, size_bytes
             pool.close()
             size_bytes = affordable_bytes(size_bytes, size_bytes)
@@ -122,6 +122,15 @@ class ShmPool:
             f"pool of {wanted_bytes} bytes: {SHM_DIR} has {_free_bytes()} bytes free, "
             f"{least_bytes} must fit in {MAX_SHARE:.0%} of them"
         )
+
+    def _link(self) -> None:
+        """Gives the segment its second name; a pool is as good without one while it lives."""
+        try:
+            os.link(self.path, self.path.with_suffix(_SECOND))
+        except OSError as error:
+            logger.warning(
+                "%s: after a kill the pool's memory stays with engines that have it mapped", error
+            )
 
     def close(self) -> None:
         """Give the name up, and the memory of what `build` constructed, which is closed by now."""
@@ -177,7 +186,8 @@ def _remove(path: Path) -> None:
                 _empty(fd)
         finally:
             os.close(fd)
-    second.unlink(missing_ok=True)
+    with suppress(OSError):  # it may be another user's: SHM_DIR is everybody's
+        second.unlink(missing_ok=True)
 
 
 def _is_own(fd: int) -> bool:

@@ -195,6 +195,30 @@ def test_memory_goes_with_its_store_though_an_engine_has_it_mapped():
         assert os.fstat(file.fileno()).st_blocks == 0
 
 
+def test_a_second_name_that_is_not_to_be_had_costs_no_start(caplog):
+    pool = ShmPool(own("taken"))
+    taken = pool.path.with_suffix(".kept")
+    taken.mkdir()  # stands for another user's file, which root could remove
+
+    class Made:
+        def close(self):
+            pool.path.unlink()
+
+    def construct(size):
+        pool.path.write_bytes(b"x" * size)
+        return Made()
+
+    try:
+        made, size = pool.build(MIB, construct)
+        assert size == MIB
+        assert f"{taken}'" in caplog.text
+        made.close()
+        pool.close()
+        assert not pool.path.exists()
+    finally:
+        taken.rmdir()
+
+
 def test_a_sweep_that_looked_at_the_lock_of_a_store_before_leaves_the_next_ones_memory():
     """The name has been given up, and taken again, since the sweep opened the lock file."""
     before = ShmPool(own("again"))
