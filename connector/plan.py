@@ -155,7 +155,7 @@ def _plan_exact(
         usable, gap = start, 0
     if usable == 0:
         return FetchPlan("miss", True, 0, lost=lost)
-    replay = gap > policy.max_reprefill_tokens and _can_replay(stored, start, usable, shape)
+    replay = gap > policy.max_reprefill_tokens and stored.has_hidden(start, usable)
     prefill_from = usable if replay or not gap else start
     plan = FetchPlan(
         "exact",
@@ -168,11 +168,6 @@ def _plan_exact(
         lost=lost,
     )
     return with_ranges(plan, stored, shape)
-
-
-def _can_replay(stored: StoredPrefix, first: int, end: int, shape: ModelShape) -> bool:
-    """Whether the rows of [first, end) are there; the leading group's are token embeddings."""
-    return not shape.hidden_sources or stored.has_hidden(first, end)
 
 
 def _plan_auto(

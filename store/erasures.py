@@ -159,7 +159,7 @@ class Erasures:
             if has_joined and not ledger.answer(erasure_id, done):
                 self._finish_late(ledger, erasure, done)
             self._note_done(erasure_id)
-            del self._gone_through[erasure_id]
+            self._gone_through.pop(erasure_id, None)
             now_s, overwrite = time.monotonic(), not erasure.clears
             self._again += [(now_s + after_s, done, overwrite) for after_s in _AGAIN_S]
             logger.info("forgot %d objects, as another store was asked to", done.objects)

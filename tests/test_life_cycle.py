@@ -118,6 +118,22 @@ def test_redis_may_be_anything_while_memory_hits_and_takes(store, own_redis, fau
         assert raw.dbsize() >= len(prefix.spans())
 
 
+@pytest.mark.parametrize("fault", [redis_that_is_stopped, redis_that_is_slow])
+def test_hits_that_lie_in_redis_alone_are_back_when_it_is(store, own_redis, fault):
+    prefix = fresh()
+    put(store.client, prefix)
+    until(lambda: not store.client.stats().redis_pending_bytes)
+    store.process.kill()
+    store.start()
+    assert store.client.connect(WAIT_S)
+    assert store.client.stats().pool_used_bytes == 0
+    with fault(own_redis):
+        since_s = time.monotonic()
+        assert not store.hits(prefix) or fault is redis_that_is_slow
+        assert time.monotonic() - since_s < 10
+    store.assert_well(prefix)
+
+
 def test_a_reader_that_is_killed(store):
     reader = store.halted("fetch")
     assert store.client.stats().pinned_bytes > 0
@@ -161,6 +177,7 @@ def test_a_store_that_is_killed_keeps_no_memory_of_an_engine_that_idles(store):
     assert store.hits()
     store.process.kill()
     store.start()
+    assert store.client.connect(WAIT_S)
     assert store.held_bytes[-2:] == [0, POOL_BYTES]
     assert store.client.stats().pool_bytes == POOL_BYTES
     store.assert_well()

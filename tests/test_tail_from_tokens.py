@@ -104,6 +104,18 @@ def test_answers_are_off_by_no_more_than_half_as_much_again_as_from_hiddens(answ
     assert 0 < from_tokens <= 1.5 * from_hiddens + 1e-4
 
 
+def test_what_is_waited_for_before_the_suffix_is_no_part_of_its_time(served, answers):
+    engine, server, _ = served
+    reader = server.store._reader
+    reader._before_rows = lambda _: time.sleep(0.5)
+    try:
+        phases_s = asked(served, BOUNDARIES[1]).report["phases_s"]
+    finally:
+        reader._before_rows = None
+    assert phases_s["kv"] > phases_s["suffix"]
+    assert engine._pace._prefills[-1].seconds == phases_s["suffix"]
+
+
 def test_auto_takes_tokens_where_the_figures_allow_and_prefills_where_not(served, answers, name):
     m = BOUNDARIES[-1]
     out = asked(served, m, mode="auto", error_budget=0.3, max_reprefill_tokens=0)
@@ -116,18 +128,6 @@ def test_auto_takes_tokens_where_the_figures_allow_and_prefills_where_not(served
     else:
         assert (out.report["mode"], out.report["lost"]) == ("miss", {"no_checkpoint": m})
         assert off_by <= 1e-4
-
-
-def test_what_is_waited_for_before_the_suffix_is_no_part_of_its_time(served, answers):
-    engine, server, _ = served
-    reader = server.store._reader
-    reader._before_rows = lambda _: time.sleep(0.2)
-    try:
-        phases_s = asked(served, BOUNDARIES[1]).report["phases_s"]
-    finally:
-        reader._before_rows = None
-    assert phases_s["kv"] > phases_s["suffix"]
-    assert engine._pace._prefills[-1].seconds == phases_s["suffix"]
 
 
 def test_the_state_there_is_repaired_from_tokens_so_that_the_next_answer_is_exact(served):

@@ -1,7 +1,7 @@
 """An engine and a store that hold no payload: the real planner, catalog, index and evictor."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,6 +76,9 @@ class Pool:
             freed += size
         self.used_bytes -= freed
         return freed
+
+    def tell_released(self, tell: Callable[[], None]) -> None:
+        """Nothing is ever on its way from here."""
 
     def resident(self, names: Sequence[ObjectName]) -> list[bool]:
         return [name in self._sizes for name in names]
