@@ -95,7 +95,9 @@ class LivingStore:
         until(lambda: self.client.stats().pool_used_bytes > used)
 
     def close(self) -> None:
-        self.process.stop()
+        # Not killed before it is done: what it leaves behind is looked at.
+        self.process.child.terminate()
+        self.process.child.wait(3 * WAIT_S)
         assert (self.segments, sum(self.held_bytes)) == ([], 0)
         self.client.close()
         for file in self._open_segments:
