@@ -259,16 +259,13 @@ def test_a_pin_holds_only_what_comes(running):
 def test_what_is_erased_between_a_lookup_and_its_load_is_served_to_nobody(running):
     server, _ = running
     with serve_in_thread(redis_url=server.url) as serving, closing(Client(serving.address)) as one:
-        prefix, store = prefix_of(ACME), serving.store
-        one.put(prefix)
-        settle(one)
-        store.catalog.room.make(store.tiers.pool_bytes)
-        pin = store.tiers.pin
+        prefix, store = in_redis_alone(serving, one), serving.store
+        pin_there = store.tiers.pin
 
         def pinned(*wanted, **how):
-            store.tiers.pin = pin
+            store.tiers.pin = pin_there
             store.admin._eraser.drop({prefix.namespace})  # Redis has it yet
-            return pin(*wanted, **how)
+            return pin_there(*wanted, **how)
 
         store.tiers.pin = pinned
         fetched = one.fetch(prefix, span_range(KV, 0, 1000))
@@ -281,23 +278,17 @@ def test_what_is_erased_between_a_lookup_and_its_load_is_served_to_nobody(runnin
 def test_what_is_erased_while_a_pin_loads_it_does_not_stay_in_the_pool(running):
     server, _ = running
     with serve_in_thread(redis_url=server.url) as serving, closing(Client(serving.address)) as one:
-        prefix, store = prefix_of(ACME), serving.store
-        one.put(prefix)
-        settle(one)
-        store.catalog.room.make(store.tiers.pool_bytes)
-        pin = store.tiers.pin
+        prefix, store = in_redis_alone(serving, one), serving.store
+        pin_there = store.tiers.pin
 
         def pinned(*wanted, **how):
-            store.tiers.pin = pin
-            came = pin(*wanted, **how)
+            store.tiers.pin = pin_there
+            came = pin_there(*wanted, **how)
             store.catalog.lost(*store.catalog.select(lambda _: True))  # as an erasure does first
             return came
 
         store.tiers.pin = pinned
-        request = pb.PinRequest(
-            namespace=prefix.namespace, tokens=to_wire(prefix.tokens), seconds=60
-        )
-        assert one.admin.Pin(request, timeout=20).objects == 0
+        assert pin(one, prefix).objects == 0
         assert store.tiers.used_bytes == 0
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -176,18 +177,21 @@ def test_another_file_under_a_segments_name_is_not_emptied(tmp_path, link):
         victim.unlink()
 
 
+class Segment:
+    """What a store makes at a path, with memory."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._path = path
+        path.write_bytes(b"x" * size)
+
+    def close(self) -> None:
+        self._path.unlink()
+
+
 def test_memory_goes_with_its_store_though_an_engine_has_it_mapped():
     pool = ShmPool(own("stops"))
 
-    class Made:
-        def close(self):
-            pool.path.unlink()
-
-    def construct(size):
-        pool.path.write_bytes(b"x" * size)
-        return Made()
-
-    made, _ = pool.build(MIB, construct)
+    made, _ = pool.build(MIB, partial(Segment, pool.path))
     with pool.path.open("rb") as file:
         made.close()
         assert os.fstat(file.fileno()).st_blocks * 512 == MIB
@@ -199,17 +203,8 @@ def test_a_second_name_that_is_not_to_be_had_costs_no_start(caplog):
     pool = ShmPool(own("taken"))
     taken = pool.path.with_suffix(".kept")
     taken.mkdir()  # stands for another user's file, which root could remove
-
-    class Made:
-        def close(self):
-            pool.path.unlink()
-
-    def construct(size):
-        pool.path.write_bytes(b"x" * size)
-        return Made()
-
     try:
-        made, size = pool.build(MIB, construct)
+        made, size = pool.build(MIB, partial(Segment, pool.path))
         assert size == MIB
         assert f"{taken}'" in caplog.text
         made.close()
